@@ -1,0 +1,291 @@
+"""Softmax-free attention as one call: argument checks, choice of backend, registration with PyTorch.
+
+The operator is registered as ``softfree::attention`` with its gradient ``softfree::attention_backward``,
+so ``torch.compile`` traces through it as one node and the FLOP counter knows its cost.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from softfree.ops import chunked, exportable, reference
+from softfree.ops.inverse import check_iteration, compute_dtype
+
+BACKENDS = ("auto", "reference", "torch")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def soft_attention(
+    q: Tensor,
+    v: Tensor,
+    landmarks: Tensor,
+    *,
+    k: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+    iterations: int = 20,
+    start: str = "halving",
+    ridge: float = 0.0,
+    backend: str = "auto",
+    landmark_mask: Tensor | None = None,
+) -> Tensor:
+    r"""Softmax-free attention through landmarks, linear in the number of tokens.
+
+    With the Gaussian kernel :math:`\kappa(x, y) = \exp(-\tfrac{scale}{2} \|x - y\|^2)`,
+
+    .. math:: X = \kappa(Q, L)\, Y'\, (\kappa(L, K)\, V), \qquad A = \kappa(L, L),\; Y = A^{-1}
+
+    where :math:`Y' = D^{-1/2} Y D^{-1/2}`, :math:`D = \mathrm{diag}(A 1)` (SOFT++) or :math:`Y' = Y`
+    (SOFT, ``normalize=False``). The inverse is regularised: see :func:`softfree.newton_inverse`.
+
+    Args:
+        q: queries, (batch, heads, n_q, d); float16, bfloat16, float32 or float64. Scores, exponentials,
+            sums and the inverse are computed in float32 (float64 for float64) whatever the dtype.
+        v: values, (batch, heads, n_k, d_v).
+        landmarks: (batch, heads, m, d), usually pooled from ``q``.
+        k: keys, (batch, heads, n_k, d). None: the queries are the keys (the papers' ``W_q = W_k``).
+        key_mask: (batch, n_k) bool, True for the keys that take part.
+        scale: factor of the squared distances; None: ``1 / sqrt(d)``.
+        normalize: True for SOFT++, False for SOFT.
+        iterations: Newton steps of the inverse. Fewer steps cut off more small eigenvalues.
+        start: start value of the inverse, ``"halving"`` or ``"scaled"``, chosen per matrix.
+        ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01).
+        backend: ``"torch"`` (any device, bounded memory), ``"reference"`` (the definition, for tests),
+            ``"auto"`` takes the fastest that can do it.
+        landmark_mask: (batch, m) bool, True for the landmarks that take part; for padded sequences,
+            where some pooling windows are empty.
+
+    Returns:
+        (batch, heads, n_q, d_v) of ``q``'s dtype. Merging its heads with
+        ``x.transpose(1, 2).flatten(2)`` copies nothing.
+
+    References:
+        Lu et al., SOFT: Softmax-free Transformer with Linear Complexity, NeurIPS 2021, Eq. 9;
+        Lu et al., Softmax-free Linear Transformers, IJCV 2024, Eq. 17.
+
+    Example:
+        >>> import torch, softfree
+        >>> q, v = torch.randn(2, 1, 4, 1024, 32)         # 1 image, 4 heads, 1024 tokens of 32 channels
+        >>> landmarks = q.unflatten(2, (64, 16)).mean(3)  # 64 landmarks, each the mean of 16 tokens
+        >>> softfree.soft_attention(q, v, landmarks).shape
+        torch.Size([1, 4, 1024, 32])
+    """
+    q, k, v, landmarks = _autocast(q, k, v, landmarks)
+    _check_tensors(q, k, v, landmarks, key_mask, landmark_mask)
+    check_iteration(iterations, start, ridge)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    elif not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
+        )
+    settings = (float(scale), bool(normalize), iterations, start, float(ridge))
+    if backend == "reference":
+        return reference.soft_attention(
+            q,
+            q if k is None else k,
+            v,
+            landmarks,
+            key_mask,
+            landmark_mask,
+            scale=settings[0],
+            normalize=normalize,
+            iterations=iterations,
+            start=start,
+            ridge=ridge,
+        )
+    if torch.compiler.is_exporting():
+        return exportable.soft_attention(q, k, v, landmarks, key_mask, landmark_mask, *settings)
+    return torch.ops.softfree.attention(
+        q, k, v, landmarks, key_mask, landmark_mask, *settings, "torch"
+    )[0]
+
+
+def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Under autocast, floating-point inputs in autocast's dtype, as torch's own attention has them."""
+    device = next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [
+        t.to(dtype)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
+        for t in tensors
+    ]
+
+
+def _check_tensors(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+) -> None:
+    named = {"q": q, "v": v, "landmarks": landmarks}
+    if k is not None:
+        named["k"] = k
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name} must have shape (batch, heads, tokens, channels), got {tuple(tensor.shape)}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"
+            )
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+        if tensor.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"{name} must have q's batch and heads {tuple(q.shape[:2])}, "
+                f"got {tuple(tensor.shape[:2])}"
+            )
+        if tensor.shape[2] == 0 or tensor.shape[3] == 0:
+            raise ValueError(
+                f"{name} must have at least one token and one channel, got shape {tuple(tensor.shape)}"
+            )
+    for name in ("landmarks", "k"):
+        if name in named and named[name].shape[3] != q.shape[3]:
+            raise ValueError(
+                f"{name} must have q's {q.shape[3]} channels, got shape {tuple(named[name].shape)}"
+            )
+    keys = q if k is None else k
+    if v.shape[2] != keys.shape[2]:
+        raise ValueError(
+            f"v must have one token per key, {keys.shape[2]}, got shape {tuple(v.shape)}"
+            + ("; pass k for cross-attention" if k is None else "")
+        )
+    _check_mask("key_mask", key_mask, q, keys.shape[2])
+    _check_mask("landmark_mask", landmark_mask, q, landmarks.shape[2])
+
+
+def _check_mask(name: str, mask: Tensor | None, q: Tensor, length: int) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a bool tensor, True where a token takes part, got {given}")
+    if mask.shape != (q.shape[0], length):
+        raise ValueError(f"{name} must have shape {(q.shape[0], length)}, got {tuple(mask.shape)}")
+    if mask.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {mask.device}")
+
+
+@torch.library.custom_op("softfree::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    scale: float,
+    normalize: bool,
+    iterations: int,
+    start: str,
+    ridge: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        return chunked.forward(
+            q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge
+        )
+
+
+@_attention.register_fake
+def _(
+    q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge, backend
+):
+    batch, heads, m, _ = landmarks.shape
+    small = landmarks.new_empty(0, dtype=compute_dtype(q.dtype))
+    return (
+        chunked.token_tensor(q, v.shape[-1]),
+        small.new_empty(batch, heads, m, m),
+        small.new_empty(batch, heads, m, v.shape[-1]),
+    )
+
+
+@torch.library.custom_op("softfree::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    inverse: Tensor,
+    u: Tensor,
+    scale: float,
+    normalize: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        return chunked.backward(
+            grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize
+        )
+
+
+@_attention_backward.register_fake
+def _(grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize, backend):
+    return (
+        chunked.token_tensor(q, q.shape[-1]),
+        q.new_empty(0) if k is None else chunked.token_tensor(k, k.shape[-1]),
+        chunked.token_tensor(v, v.shape[-1]),
+        torch.empty_like(landmarks, memory_format=torch.contiguous_format),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, _, _, _, backend = inputs
+    _, inverse, u = output
+    ctx.save_for_backward(q, k, v, landmarks, key_mask, landmark_mask, inverse, u)
+    ctx.settings = (scale, normalize, backend)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, grad, grad_inverse, grad_u):
+    if grad is None:
+        return (None,) * 12
+    q_grad, k_grad, v_grad, landmarks_grad = torch.ops.softfree.attention_backward(
+        grad, *ctx.saved_tensors, *ctx.settings
+    )
+    k = ctx.saved_tensors[1]
+    return q_grad, None if k is None else k_grad, v_grad, landmarks_grad, *(None,) * 8
+
+
+_attention.register_autograd(_gradient, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.softfree.attention)
+def _attention_flops(
+    q_shape, k_shape, v_shape, landmarks_shape, _km, _lm, _s, normalize, iterations, *_, **__
+) -> int:
+    """Multiply-adds, counted twice, of one evaluation: kernels, P V, inverse, Y' U and R W."""
+    batch, heads, n, d = q_shape
+    m, d_v = landmarks_shape[2], v_shape[3]
+    tokens = n * m * (d + d_v) + (v_shape[2] * m * (d_v if k_shape is None else d + d_v))
+    matrices = m * m * d + 2 * iterations * m**3 + m * m * d_v
+    return 2 * batch * heads * (tokens + matrices)
+
+
+@register_flop_formula(torch.ops.softfree.attention_backward)
+def _attention_backward_flops(_g, q_shape, k_shape, v_shape, landmarks_shape, *_, **__) -> int:
+    """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, Eq. 12."""
+    batch, heads, n, d = q_shape
+    m, n_k, d_v = landmarks_shape[2], v_shape[2], v_shape[3]
+    queries = n * m * (3 * d + 2 * d_v)
+    keys = n_k * m * (2 * d_v + (0 if k_shape is None else 3 * d))
+    matrices = 2 * m**3 + 3 * m * m * d_v + 2 * m * m * d
+    return 2 * batch * heads * (queries + keys + matrices)
