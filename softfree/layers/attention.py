@@ -1,0 +1,230 @@
+"""Attention layers behind one interface: ``layer(x, size, mask=None, context=None)``.
+
+x        (batch, tokens, channels)
+size     (H, W) of the image behind the tokens, None for sequences
+mask     (batch, keys) bool, True for the tokens that may be attended to
+context  (batch, keys, channels), attend to these instead of ``x``; ``size`` and ``mask`` are then theirs
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softfree.layers.landmarks import LandmarkSpec, Size, create_sampler
+from softfree.ops import soft_attention
+from softfree.ops.attention import BACKENDS
+from softfree.ops.inverse import check_iteration
+
+
+class SoftAttention(nn.Module):
+    r"""Softmax-free attention of images or sequences (SOFT++, or SOFT with ``normalize=False``).
+
+    Queries double as keys, :math:`W_q = W_k`; per head :math:`X = \kappa(Q, L) Y' (\kappa(L, Q) V)` with
+    landmarks L sampled from Q (see :func:`softfree.soft_attention`), plus a depthwise convolution of V.
+
+    Args:
+        dim: channels; a multiple of ``num_heads``.
+        num_heads: heads.
+        landmarks: sampler and count: ``"conv"``, ``"average"``, ``"random"`` or ``"first"``, alone (their
+            number grows with the input: one per ``stride`` x ``stride`` window) or with the largest
+            count, ``"conv:49"``, which makes the cost linear in the tokens at any size.
+        stride: side of the window behind one landmark (its length, for sequences).
+        value_conv: side of the depthwise convolution of V over the image (one filter a head); 0: none.
+        sequence: tokens are a sequence (``size=None``); ``value_conv`` then runs along it.
+        normalize: SOFT++ (True) or SOFT (False).
+        iterations, start, ridge, backend: see :func:`softfree.soft_attention`.
+        qv_bias: biases of the projections to queries and values.
+        strict_landmarks: "random" and "first" raise when there are fewer tokens than landmarks.
+
+    Example:
+        >>> import torch, softfree
+        >>> layer = softfree.SoftAttention(dim=64, num_heads=2, stride=8, value_conv=9)
+        >>> layer(torch.randn(1, 56 * 56, 64), size=(56, 56)).shape
+        torch.Size([1, 3136, 64])
+        >>> words = softfree.SoftAttention(dim=64, num_heads=2, landmarks="average", stride=4, sequence=True)
+        >>> words(torch.randn(2, 100, 64), mask=torch.rand(2, 100) > 0.1).shape
+        torch.Size([2, 100, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        landmarks: str | int | tuple | LandmarkSpec = "conv",
+        stride: int = 8,
+        value_conv: int = 0,
+        sequence: bool = False,
+        normalize: bool = True,
+        iterations: int = 20,
+        start: str = "halving",
+        ridge: float = 0.0,
+        qv_bias: bool = True,
+        backend: str = "auto",
+        strict_landmarks: bool = True,
+    ):
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(
+                f"dim must be a multiple of num_heads, got dim={dim}, num_heads={num_heads}"
+            )
+        if value_conv < 0 or (value_conv and value_conv % 2 == 0):
+            raise ValueError(f"value_conv must be 0 or an odd number, got {value_conv}")
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
+            )
+        check_iteration(iterations, start, ridge)
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.sequence = sequence
+        self.normalize = normalize
+        self.iterations = iterations
+        self.start = start
+        self.ridge = ridge
+        self.backend = backend
+        self.qv = nn.Linear(dim, 2 * dim, bias=qv_bias)
+        self.sampler = create_sampler(
+            landmarks, self.head_dim, stride, sequence=sequence, strict=strict_landmarks
+        )
+        self.value_conv = ValueConv(num_heads, value_conv, sequence) if value_conv else None
+        self.proj = nn.Linear(dim, dim)
+
+    def extra_repr(self) -> str:
+        kind = "SOFT++" if self.normalize else "SOFT"
+        return f"{kind}, heads={self.num_heads}, iterations={self.iterations}, start={self.start}"
+
+    def forward(
+        self,
+        x: Tensor,
+        size: Size = None,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        source = x if context is None else context
+        check_tokens(x, source, size, mask, self.qv.in_features, self.sequence)
+        q, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
+        keys, values = q.transpose(1, 2), v.transpose(1, 2)
+        landmarks, landmark_mask = self.sampler(keys, size, mask)
+        queries = keys
+        if context is not None:
+            dim = self.qv.in_features
+            bias = None if self.qv.bias is None else self.qv.bias[:dim]
+            queries = F.linear(x, self.qv.weight[:dim], bias)
+            queries = queries.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        out = soft_attention(
+            queries,
+            values,
+            landmarks.to(values.dtype),
+            k=None if context is None else keys,
+            key_mask=mask,
+            landmark_mask=landmark_mask,
+            normalize=self.normalize,
+            iterations=self.iterations,
+            start=self.start,
+            ridge=self.ridge,
+            backend=self.backend,
+        )
+        out = out.transpose(1, 2).flatten(2)
+        if self.value_conv is not None and context is None:
+            out = out + self.value_conv(v.flatten(2), size, mask)
+        return self.proj(out)
+
+
+class ValueConv(nn.Module):
+    """Depthwise convolution of the values over the image, one filter a head shared by its channels.
+
+    Prefix tokens (a class token) pass unchanged; masked tokens count as 0.
+    """
+
+    def __init__(self, num_heads: int, kernel_size: int, sequence: bool = False):
+        super().__init__()
+        window = (kernel_size,) if sequence else (kernel_size, kernel_size)
+        self.weight = nn.Parameter(torch.empty(num_heads, 1, *window))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.weight.shape[0]}, kernel_size={self.weight.shape[-1]}"
+
+    def forward(self, v: Tensor, size: Size, mask: Tensor | None = None) -> Tensor:
+        """(batch, tokens, channels) to the same shape."""
+        channels = v.shape[2]
+        if mask is not None:
+            v = torch.where(mask[..., None], v, 0)
+        weight = self.weight.repeat_interleave(channels // self.weight.shape[0], 0)
+        padding = self.weight.shape[-1] // 2
+        if size is None:
+            return F.conv1d(v.mT, weight, padding=padding, groups=channels).mT
+        prefix = v.shape[1] - size[0] * size[1]
+        image = v[:, prefix:].unflatten(1, size).permute(0, 3, 1, 2)
+        out = F.conv2d(image, weight, padding=padding, groups=channels)
+        out = out.permute(0, 2, 3, 1).flatten(1, 2)
+        return torch.cat([v[:, :prefix], out], 1) if prefix else out
+
+
+class SoftmaxAttention(nn.Module):
+    """Ordinary multi-head softmax attention through torch's fused kernel, for comparison.
+
+    Args:
+        dim: channels; a multiple of ``num_heads``.
+        num_heads: heads.
+        qkv_bias: biases of the three projections.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, *, qkv_bias: bool = True):
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(
+                f"dim must be a multiple of num_heads, got dim={dim}, num_heads={num_heads}"
+            )
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        size: Size = None,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        source = x if context is None else context
+        check_tokens(x, source, None, mask, self.proj.in_features, sequence=True)
+        heads = (self.num_heads, -1)
+        q, k, v = self.qkv(source).chunk(3, -1)
+        if context is not None:
+            dim = self.proj.in_features
+            bias = None if self.qkv.bias is None else self.qkv.bias[:dim]
+            q = F.linear(x, self.qkv.weight[:dim], bias)
+        q, k, v = (t.unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
+        key_mask = None if mask is None else mask[:, None, None, :]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+def check_tokens(
+    x: Tensor, source: Tensor, size: Size, mask: Tensor | None, dim: int, sequence: bool
+) -> None:
+    """Raise where a layer's input cannot be meant."""
+    for name, tokens in (("x", x), ("context", source)):
+        if tokens.ndim != 3 or tokens.shape[2] != dim:
+            raise ValueError(
+                f"{name} must have shape (batch, tokens, {dim}), got {tuple(tokens.shape)}"
+            )
+    if not sequence:
+        if size is None:
+            raise ValueError(
+                "size must be (H, W) for images; build the layer with sequence=True for none"
+            )
+        if isinstance(source.shape[1], int) and source.shape[1] < size[0] * size[1]:
+            raise ValueError(
+                f"size {tuple(size)} asks for {size[0] * size[1]} tokens, got {source.shape[1]}"
+            )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != source.shape[:2]):
+        raise ValueError(
+            f"mask must be bool of shape {tuple(source.shape[:2])}, True for real tokens, "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+        )

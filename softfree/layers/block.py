@@ -1,0 +1,93 @@
+"""Transformer blocks: an attention and an MLP, each with a residual and a norm."""
+
+from functools import partial
+
+from timm.layers import DropPath, Mlp
+from torch import Tensor, nn
+
+from softfree.layers.attention import SoftAttention
+from softfree.layers.landmarks import Size
+
+
+class Block(nn.Module):
+    """Any attention of :mod:`softfree.layers.attention` with an MLP.
+
+    Post-norm, as in the papers: ``x = LN(x + attn(x)); x = LN(x + mlp(x))``; or pre-norm:
+    ``x = x + attn(LN(x)); x = x + mlp(LN(x))``.
+
+    Args:
+        dim: channels.
+        attention: called as ``attention(x, size, mask)``.
+        mlp_ratio: hidden channels of the MLP over ``dim``.
+        drop_path: probability that a sample skips a branch in training (stochastic depth).
+        proj_drop: dropout in the MLP.
+        pre_norm: norm before the branch instead of after the sum.
+        norm_eps: of both LayerNorms.
+        exact_gelu: GELU by the error function; otherwise its tanh form.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attention: nn.Module,
+        *,
+        mlp_ratio: float = 4.0,
+        drop_path: float = 0.0,
+        proj_drop: float = 0.0,
+        pre_norm: bool = False,
+        norm_eps: float = 1e-5,
+        exact_gelu: bool = False,
+    ):
+        super().__init__()
+        act_layer = nn.GELU if exact_gelu else partial(nn.GELU, approximate="tanh")
+        self.pre_norm = pre_norm
+        self.attn = attention
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor, size: Size = None, mask: Tensor | None = None) -> Tensor:
+        """(batch, tokens, dim) to the same shape."""
+        if self.pre_norm:
+            x = x + self.drop_path(self.attn(self.norm1(x), size, mask))
+            return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = self.norm1(x + self.drop_path(self.attn(x, size, mask)))
+        return self.norm2(x + self.drop_path(self.mlp(x)))
+
+
+class SoftBlock(Block):
+    """A :class:`Block` around :class:`SoftAttention`.
+
+    Args:
+        dim, num_heads: as in :class:`SoftAttention`, which also takes the further keywords.
+        mlp_ratio, drop_path, proj_drop, pre_norm, norm_eps: as in :class:`Block`.
+
+    Example:
+        >>> import torch, softfree
+        >>> block = softfree.SoftBlock(dim=64, num_heads=2, stride=4, value_conv=5)
+        >>> block(torch.randn(1, 28 * 28, 64), size=(28, 28)).shape
+        torch.Size([1, 784, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        mlp_ratio: float = 4.0,
+        drop_path: float = 0.0,
+        proj_drop: float = 0.0,
+        pre_norm: bool = False,
+        norm_eps: float = 1e-5,
+        **attention,
+    ):
+        super().__init__(
+            dim,
+            SoftAttention(dim, num_heads, **attention),
+            mlp_ratio=mlp_ratio,
+            drop_path=drop_path,
+            proj_drop=proj_drop,
+            pre_norm=pre_norm,
+            norm_eps=norm_eps,
+        )

@@ -1,0 +1,81 @@
+"""What turns pixels into tokens: convolutional stem, downsampling, learned positions."""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import ConvNormAct, trunc_normal_
+from torch import Tensor, nn
+
+
+def stem(in_chans: int, dim: int, *, overlap: bool = True, width: int = 32) -> nn.Sequential:
+    """Image (batch, in_chans, H, W) to a map at a quarter of the size, (batch, dim, H/4, W/4).
+
+    Three 3x3 conv-BN-ReLU of strides 2, 1, 2; without ``overlap`` one 4x4 of stride 4. Sizes that do not
+    divide are rounded up.
+    """
+    if not overlap:
+        return nn.Sequential(_NonOverlapping(in_chans, dim, 4))
+    return nn.Sequential(
+        _conv_bn_relu(in_chans, width, 2),
+        _conv_bn_relu(width, width, 1),
+        _conv_bn_relu(width, dim, 2),
+    )
+
+
+def downsample(in_dim: int, dim: int, *, overlap: bool = True) -> nn.Module:
+    """One conv-BN-ReLU of stride 2, 3x3 or (without ``overlap``) 2x2."""
+    return _conv_bn_relu(in_dim, dim, 2) if overlap else _NonOverlapping(in_dim, dim, 2)
+
+
+def _conv_bn_relu(in_dim: int, dim: int, stride: int) -> ConvNormAct:
+    return ConvNormAct(in_dim, dim, 3, stride=stride, bias=True)
+
+
+class _NonOverlapping(ConvNormAct):
+    def __init__(self, in_dim: int, dim: int, stride: int):
+        super().__init__(in_dim, dim, stride, stride=stride, padding=0, bias=True)
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        below, right = -x.shape[2] % self.stride, -x.shape[3] % self.stride
+        return super().forward(F.pad(x, (0, right, 0, below)))
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions of a grid, bilinearly resized to the grid at hand, and of prefix tokens.
+
+    Args:
+        grid: (H, W) at which they are learned.
+        dim: channels.
+        prefix: tokens before the grid, with positions of their own.
+    """
+
+    def __init__(self, grid: tuple[int, int], dim: int, prefix: int = 0):
+        super().__init__()
+        self.grid = tuple(grid)
+        self.prefix = prefix
+        self.weight = nn.Parameter(torch.empty(1, prefix + grid[0] * grid[1], dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        trunc_normal_(self.weight, std=0.02)
+
+    def extra_repr(self) -> str:
+        return f"grid={self.grid}, prefix={self.prefix}, dim={self.weight.shape[2]}"
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """Add the positions to tokens (batch, prefix + H * W, dim)."""
+        weight = self.weight
+        if torch.compiler.is_exporting() or tuple(size) != self.grid:
+            weight = resize_positions(weight, self.grid, size, self.prefix)
+        return x + weight.to(x.dtype)
+
+
+def resize_positions(
+    weight: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0
+) -> Tensor:
+    """Positions (1, prefix + H * W, dim) of ``grid`` as positions of ``size``."""
+    image = weight[:, prefix:].unflatten(1, grid).permute(0, 3, 1, 2)
+    image = image.to(torch.promote_types(image.dtype, torch.float32))
+    image = F.interpolate(image, size=tuple(size), mode="bilinear", align_corners=False)
+    image = image.permute(0, 2, 3, 1).flatten(1, 2).to(weight.dtype)
+    return torch.cat([weight[:, :prefix], image], 1) if prefix else image

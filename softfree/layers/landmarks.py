@@ -1,0 +1,324 @@
+"""Landmark samplers: from the queries of all tokens to the few tokens that stand for them.
+
+Every sampler is a module ``sampler(q, size, mask)``:
+
+    q      (batch, heads, tokens, head_dim), any strides
+    size   (H, W) of the image behind the tokens, or None for a sequence
+    mask   (batch, tokens) bool or None, True for real tokens
+
+and gives landmarks (batch, heads, m, head_dim) with a mask (batch, m), or None where all are real.
+Tokens before the ``H * W`` image tokens (a class token) are prefix tokens.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Size = tuple[int, int] | None
+Sampled = tuple[Tensor, Tensor | None]
+SamplerName = Literal["conv", "average", "random", "first"]
+SAMPLERS: tuple[SamplerName, ...] = ("conv", "average", "random", "first")
+DEFAULT_COUNT = 49
+
+
+class LandmarkSpec(NamedTuple):
+    """Which sampler, and how many landmarks at most; ``count=None`` lets them grow with the input."""
+
+    sampler: SamplerName = "conv"
+    count: int | None = None
+
+    @classmethod
+    def parse(cls, value: "str | int | tuple | LandmarkSpec") -> "LandmarkSpec":
+        """``"conv"``, ``"average:49"``, ``("conv", 49)`` or ``49`` (that many, by convolution)."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = ("conv", value)
+        elif isinstance(value, str):
+            name, colon, count = value.partition(":")
+            if colon and not count.isdigit():
+                raise ValueError(
+                    f"landmarks: the count after ':' must be a whole number, got {value!r}"
+                )
+            value = (name, int(count) if colon else None)
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise ValueError(
+                "landmarks must be a sampler name, 'name:count', (name, count) or a count, "
+                f"got {value!r}"
+            )
+        sampler, count = value
+        if sampler not in SAMPLERS:
+            raise ValueError(
+                f"landmarks: sampler must be one of {', '.join(map(repr, SAMPLERS))}, got {sampler!r}"
+            )
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"landmarks: count must be an integer >= 1 or None, got {count!r}")
+        return cls(sampler, count)
+
+
+def create_sampler(
+    spec: "str | int | tuple | LandmarkSpec",
+    head_dim: int,
+    stride: int,
+    *,
+    sequence: bool = False,
+    strict: bool = True,
+) -> nn.Module:
+    """The sampler that ``spec`` names.
+
+    Args:
+        spec: see :meth:`LandmarkSpec.parse`.
+        head_dim: channels of a head.
+        stride: side of the square (length of the window, for sequences) that one landmark covers.
+        sequence: tokens are a sequence and windows stretches of it, not squares of an image.
+        strict: "random" and "first" raise when there are fewer tokens than landmarks; else they take
+            all there are.
+    """
+    sampler, count = LandmarkSpec.parse(spec)
+    if stride < 1:
+        raise ValueError(f"stride must be >= 1, got {stride}")
+    if sampler == "conv":
+        return ConvLandmarks(head_dim, stride, count, sequence=sequence)
+    if sampler == "average":
+        return AverageLandmarks(stride, count)
+    chosen = RandomLandmarks if sampler == "random" else FirstLandmarks
+    return chosen(count or DEFAULT_COUNT, strict=strict)
+
+
+class _WindowLandmarks(nn.Module):
+    """Samplers that make one landmark of each window, and pool those if there are more than ``count``.
+
+    A prefix token is a window of its own where windows are single tokens (stride 1); otherwise it is
+    no landmark.
+    """
+
+    def __init__(self, stride: int, count: int | None):
+        super().__init__()
+        self.stride = stride
+        self.count = count
+
+    def extra_repr(self) -> str:
+        return f"stride={self.stride}, count={self.count}"
+
+    def reduce(self, windows: Tensor, mask: Tensor | None) -> Tensor:
+        """(batch, heads, m, window, d) to (batch, heads, m, d); mask (batch, m, window)."""
+        raise NotImplementedError("a window sampler reduces its windows")
+
+    def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
+        if size is None:
+            prefix, grid = 0, (1, q.shape[2])
+            stride = (1, self.stride)
+        else:
+            prefix, grid = q.shape[2] - size[0] * size[1], size
+            stride = (self.stride, self.stride)
+        windows, valid, counts = _windows(
+            q[:, :, prefix:], None if mask is None else mask[:, prefix:], grid, stride
+        )
+        landmarks = self.reduce(windows, valid)
+        landmark_mask = None if mask is None else valid.any(-1)
+        if self.count is not None:
+            landmarks, landmark_mask = _pool(landmarks, landmark_mask, counts, self.count)
+        if prefix and self.stride == 1:
+            valid = None if mask is None else mask[:, :prefix, None]
+            first = self.reduce(q[:, :, :prefix, None], valid)
+            landmarks = torch.cat([first, landmarks], 2)
+            if mask is not None:
+                landmark_mask = torch.cat([mask[:, :prefix], landmark_mask], 1)
+        return landmarks, landmark_mask
+
+
+class AverageLandmarks(_WindowLandmarks):
+    """The mean of each ``stride`` x ``stride`` window (``stride`` tokens of a sequence).
+
+    Windows at the border, and windows with masked tokens, average the tokens that are there.
+
+    Example:
+        >>> import torch
+        >>> landmarks, _ = AverageLandmarks(stride=4)(torch.randn(2, 3, 56, 32), size=(8, 7))
+        >>> landmarks.shape
+        torch.Size([2, 3, 4, 32])
+    """
+
+    def __init__(self, stride: int, count: int | None = None):
+        super().__init__(stride, count)
+
+    def reduce(self, windows: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return windows.mean(3)
+        present = mask[:, None, :, :, None]
+        total = torch.where(present, windows, 0).sum(3)
+        return total / present.sum(3).clamp(min=1)
+
+
+class ConvLandmarks(_WindowLandmarks):
+    """``GELU(LayerNorm(conv(q)))``, a ``stride`` x ``stride`` convolution of that stride for all heads.
+
+    As in the authors' code, the convolution sees ``q * head_dim^-1/4`` (which matters to the norm's eps
+    alone) and the landmarks are on that scale; they are returned on the scale of ``q``. Beyond the border
+    and at masked tokens the convolution reads 0.
+
+    Args:
+        head_dim: channels of a head.
+        stride: side of a window.
+        count: at most so many landmarks; None: as many as there are windows.
+        sequence: convolve along a sequence instead of over an image.
+        eps: of the LayerNorm.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        stride: int,
+        count: int | None = None,
+        *,
+        sequence: bool = False,
+        eps: float = 1e-5,
+    ):
+        super().__init__(stride, count)
+        self.scale = head_dim**-0.25
+        # (out, in, *window), as of a convolution, though windows that do not overlap need but a matrix
+        # product.
+        window = (stride,) if sequence else (stride, stride)
+        self.weight = nn.Parameter(torch.empty(head_dim, head_dim, *window))
+        self.norm = nn.LayerNorm(head_dim, eps=eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self.norm.reset_parameters()
+
+    def reduce(self, windows: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            windows = torch.where(mask[:, None, :, :, None], windows, 0)
+        weight = self.weight.flatten(2).permute(2, 1, 0)
+        if weight.shape[0] != windows.shape[3]:
+            built, given = ("images", "None") if self.weight.ndim == 4 else ("sequences", "(H, W)")
+            raise ValueError(f"size: these landmarks were built for {built}, but size is {given}")
+        landmarks = windows.flatten(3) @ weight.reshape(-1, weight.shape[2])
+        return F.gelu(self.norm(landmarks * self.scale)) / self.scale
+
+
+class _TokenLandmarks(nn.Module):
+    """Samplers that choose ``count`` of the tokens, the same ones for every sample and head."""
+
+    def __init__(self, count: int, *, strict: bool = True):
+        super().__init__()
+        self.count = count
+        self.strict = strict
+
+    def extra_repr(self) -> str:
+        return f"count={self.count}"
+
+    def choose(self, tokens: int, count: int, device: torch.device) -> Tensor:
+        """``count`` different positions below ``tokens``."""
+        raise NotImplementedError("a token sampler chooses positions")
+
+    def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
+        tokens = q.shape[2]
+        if self.strict and self.count > tokens:
+            raise ValueError(
+                f"landmarks: {self.count} of the tokens were asked for, but there are only {tokens}; "
+                f"give a count of at most {tokens}"
+            )
+        chosen = self.choose(tokens, min(self.count, tokens), q.device)
+        return q[:, :, chosen], None if mask is None else mask[:, chosen]
+
+
+class FirstLandmarks(_TokenLandmarks):
+    """The first ``count`` tokens (the papers' "biased" sampling)."""
+
+    def choose(self, tokens: int, count: int, device: torch.device) -> Tensor:
+        return torch.arange(count, device=device)
+
+
+class RandomLandmarks(_TokenLandmarks):
+    """``count`` random tokens, one from each of as many equal stretches of the input.
+
+    Drawn anew at every training step; in evaluation the draw is fixed, so that results repeat.
+    """
+
+    def __init__(self, count: int, *, strict: bool = True):
+        super().__init__(count, strict=strict)
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer(
+            "fixed", torch.rand(count, generator=generator, device="cpu"), persistent=False
+        )
+
+    def choose(self, tokens: int, count: int, device: torch.device) -> Tensor:
+        offset = torch.rand(count, device=device) if self.training else self.fixed[:count]
+        return ((torch.arange(count, device=device) + offset) * (tokens / count)).long()
+
+
+def _windows(
+    q: Tensor, mask: Tensor | None, grid: tuple[int, int], stride: tuple[int, int]
+) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
+    """Tokens by window: (batch, heads, m, window, d), mask (batch, m, window), windows along H and W.
+
+    Incomplete windows at the border are filled up. The filling is 0 and counts as masked, so a mask is
+    made where there was none only if something was filled.
+    """
+    (height, width), (down, across) = grid, stride
+    rows, columns = -(-height // down), -(-width // across)
+    batch, heads, _, channels = q.shape
+    if down == 1 and across == 1:
+        return q[:, :, :, None], None if mask is None else mask[..., None], grid
+    below, right = rows * down - height, columns * across - width
+    q = q.unflatten(2, (height, width))
+    padded = _is_positive(below) or _is_positive(right)
+    if padded:
+        q = F.pad(q, (0, 0, 0, right, 0, below))
+        if mask is None:
+            mask = q.new_ones((1, 1, height * width), dtype=torch.bool)[0]
+    q = q.reshape(batch, heads, rows, down, columns, across, channels).transpose(3, 4)
+    q = q.reshape(batch, heads, rows * columns, down * across, channels)
+    if mask is not None:
+        mask = mask.unflatten(1, (height, width))
+        if padded:
+            mask = F.pad(mask, (0, right, 0, below))
+        mask = mask.reshape(-1, rows, down, columns, across).transpose(2, 3)
+        mask = mask.reshape(-1, rows * columns, down * across)
+    return q, mask, (rows, columns)
+
+
+def _is_positive(amount: int) -> bool:
+    # A symbolic size under torch.export may be padded by 0 without harm; asking for its value would fix
+    # the exported program to it.
+    return not isinstance(amount, int) or amount > 0
+
+
+def _pool(landmarks: Tensor, mask: Tensor | None, grid: tuple[int, int], count: int) -> Sampled:
+    """Adaptive average pooling of a grid of landmarks to at most ``count``, masked ones left out."""
+    rows, columns = grid
+    if isinstance(rows, int) and rows == 1:
+        target = (1, count)
+    else:
+        target = (math.isqrt(count), count // math.isqrt(count))
+    if all(isinstance(n, int) for n in grid) and rows <= target[0] and columns <= target[1]:
+        return landmarks, mask
+    down = _pooling_matrix(rows, target[0], landmarks)
+    across = _pooling_matrix(columns, target[1], landmarks)
+    landmarks = landmarks.unflatten(2, (rows, columns))
+    if mask is None:
+        pooled = torch.einsum("ah,bnhwd,cw->bnacd", down, landmarks, across)
+        return pooled.flatten(2, 3), None
+    weight = mask.unflatten(1, (rows, columns)).to(landmarks.dtype)
+    landmarks = torch.where(mask.unflatten(1, (rows, columns))[:, None, ..., None], landmarks, 0)
+    pooled = torch.einsum("ah,bnhwd,cw->bnacd", down, landmarks, across)
+    present = torch.einsum("ah,bhw,cw->bac", down, weight, across)
+    pooled = pooled / present.clamp(min=torch.finfo(present.dtype).tiny)[:, None, ..., None]
+    return pooled.flatten(2, 3), (present > 0).flatten(1)
+
+
+def _pooling_matrix(length: int, bins: int, like: Tensor) -> Tensor:
+    """Adaptive average pooling of ``length`` values to ``min(length, bins)`` as a matrix.
+
+    Bin i covers the values from floor(i length / bins) to ceil((i + 1) length / bins), as in
+    ``F.adaptive_avg_pool1d``; written as a product it works at sizes an exporter does not know.
+    """
+    bins = torch.sym_min(length, bins)
+    first = torch.arange(bins, device=like.device) * length // bins
+    last = ((torch.arange(bins, device=like.device) + 1) * length + bins - 1) // bins
+    position = torch.arange(length, device=like.device)
+    inside = (position >= first[:, None]) & (position < last[:, None])
+    return inside.to(like.dtype) / (last - first)[:, None]
