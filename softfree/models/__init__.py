@@ -1,0 +1,7 @@
+"""Whole networks. Importing this package registers them with timm."""
+
+from softfree.models.checkpoints import load_release_checkpoint
+from softfree.models.isotropic import SoftVisionTransformer
+from softfree.models.pyramid import SoftPyramid
+
+__all__ = ["SoftPyramid", "SoftVisionTransformer", "load_release_checkpoint"]

@@ -1,0 +1,167 @@
+"""What every softfree backbone offers timm, beside its own layers: a classifier and intermediate maps."""
+
+from collections.abc import Sequence
+
+import torch
+from timm.layers import trunc_normal_
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+POOLS = ("token", "avg", "")
+
+
+class Backbone(nn.Module):
+    """Base of the backbones. A subclass gives :meth:`iterate_features` and calls :meth:`init_classifier`.
+
+    ``num_prefix_tokens`` tokens stand before the image tokens of the last feature. ``norm`` is the final
+    norm (an identity for post-norm blocks).
+    """
+
+    num_prefix_tokens = 0
+    norm: nn.Module
+
+    def init_classifier(
+        self, num_features: int, num_classes: int, global_pool: str, drop_rate: float
+    ) -> None:
+        self.num_features = self.head_hidden_size = self.embed_dim = num_features
+        self.head_drop = nn.Dropout(drop_rate)
+        self.reset_classifier(num_classes, global_pool)
+
+    def init_weights(self) -> None:
+        """Truncated normals of deviation 0.02 for linear layers, zero biases; the rest as they come."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def iterate_features(self, x: Tensor):
+        """Yield (tokens, size) after each part that counts as a feature, in order."""
+        raise NotImplementedError("a backbone yields its features")
+
+    @property
+    def num_feature_parts(self) -> int:
+        return len(self.feature_info)
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one for ``num_classes`` (0: none); optionally change the pooling."""
+        if num_classes < 0:
+            raise ValueError(f"num_classes must be >= 0, got {num_classes}")
+        if global_pool is not None:
+            choices = [pool for pool in POOLS if pool != "token" or self.num_prefix_tokens]
+            if global_pool not in choices:
+                raise ValueError(f"global_pool must be one of {choices}, got {global_pool!r}")
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        self.head: nn.Module = nn.Identity()
+        if num_classes > 0:
+            example = next(self.parameters(), torch.empty(0))
+            self.head = nn.Linear(
+                self.num_features, num_classes, device=example.device, dtype=example.dtype
+            )
+            trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+        self.head.train(self.training)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Image (batch, in_chans, H, W) to the last tokens, (batch, prefix + h * w, channels)."""
+        tokens = x
+        for tokens, _ in self.iterate_features(x):
+            pass
+        return self.norm(tokens)
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        """Tokens to one vector a sample, as ``global_pool`` says; unchanged for ``""``."""
+        if self.global_pool == "token":
+            return tokens[:, 0]
+        if self.global_pool == "avg":
+            return tokens[:, self.num_prefix_tokens :].mean(1)
+        return tokens
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Features along the way, without prefix tokens.
+
+        Args:
+            x: image, (batch, in_chans, H, W).
+            indices: which: a list, the last n for an int, all for None.
+            norm: apply the final norm to the last one.
+            stop_early: leave out what comes after the last one asked for.
+            output_fmt: ``"NCHW"`` maps or ``"NLC"`` tokens.
+            intermediates_only: return the list alone, not (final tokens, list).
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        parts = self.num_feature_parts
+        take, last = feature_take_indices(parts, indices)
+        found: dict[int, Tensor] = {}
+        tokens = x
+        for index, (tokens, size) in enumerate(self.iterate_features(x)):
+            if index in take:
+                feature = self.norm(tokens) if norm and index == parts - 1 else tokens
+                feature = feature[:, feature.shape[1] - size[0] * size[1] :]
+                if output_fmt == "NCHW":
+                    feature = to_map(feature, size)
+                found[index] = feature
+            if index == last and (stop_early or intermediates_only):
+                break
+        intermediates = [found[index] for index in take]
+        if intermediates_only:
+            return intermediates
+        return self.norm(tokens) if last == parts - 1 or not stop_early else tokens, intermediates
+
+    def get_intermediate_layers(
+        self, x: Tensor, n: int | Sequence[int] = 1, reshape: bool = False, norm: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The last ``n`` features (or those listed): tokens, or maps with ``reshape``."""
+        return tuple(
+            self.forward_intermediates(
+                x, n, norm=norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True
+            )
+        )
+
+    def prune_intermediate_layers(
+        self,
+        indices: int | Sequence[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """Drop what features at ``indices`` do not need, so that no parameter stays unused."""
+        take, last = feature_take_indices(self.num_feature_parts, indices)
+        self.prune_after(last)
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def prune_after(self, last: int) -> None:
+        """Drop the parts after number ``last``."""
+        raise NotImplementedError("a backbone knows its parts")
+
+
+def to_map(tokens: Tensor, size: tuple[int, int]) -> Tensor:
+    """Tokens (batch, H * W, channels) as a map (batch, channels, H, W), channels last in memory."""
+    return tokens.unflatten(1, size).permute(0, 3, 1, 2)
+
+
+def to_tokens(image: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """A map as tokens, and its size."""
+    return image.flatten(2).mT, (image.shape[2], image.shape[3])

@@ -1,0 +1,154 @@
+"""SOFT and SOFT++ without a pyramid: one resolution from the first layer to the last.
+
+image -> 16 x 16 patches -> positions -> 12 blocks -> mean of the tokens -> classifier
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from softfree.layers.block import SoftBlock
+from softfree.layers.embeddings import PositionEmbedding
+from softfree.layers.landmarks import LandmarkSpec
+from softfree.models.backbone import Backbone, to_tokens
+from softfree.models.checkpoints import filter_checkpoint
+from softfree.models.pyramid import SOFT, SOFTPP, _cfg
+
+
+class SoftVisionTransformer(Backbone):
+    """A plain vision transformer of softmax-free blocks (Table 11a of the papers).
+
+    Args:
+        img_size: the size its positions are learned at; any other size works, they are resized.
+        in_chans, num_classes: as in timm's models; ``global_pool`` is ``"avg"`` or ``""``.
+        patch_size: side of a patch; images are padded to a multiple of it.
+        embed_dim, num_heads, depth: of the blocks.
+        landmarks, stride, value_conv, normalize, iterations, start, ridge, backend: as in
+            :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at 224².
+        mlp_ratio, drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        patch_size: int = 16,
+        embed_dim: int = 384,
+        num_heads: int = 12,
+        depth: int = 12,
+        landmarks: str | int | tuple | LandmarkSpec = "conv",
+        stride: int = 2,
+        value_conv: int = 3,
+        normalize: bool = True,
+        iterations: int = 20,
+        start: str = "halving",
+        ridge: float = 0.0,
+        backend: str = "auto",
+        mlp_ratio: float = 4.0,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ):
+        super().__init__()
+        height, width = to_2tuple(img_size)
+        self.in_chans = in_chans
+        self.patch_size = patch_size
+        self.grad_checkpointing = False
+        self.patch_embed = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
+        self.pos_embed = PositionEmbedding(
+            (-(-height // patch_size), -(-width // patch_size)), embed_dim
+        )
+        self.blocks = nn.ModuleList(
+            SoftBlock(
+                embed_dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                drop_path=rate,
+                proj_drop=proj_drop_rate,
+                landmarks=landmarks,
+                stride=stride,
+                value_conv=value_conv,
+                normalize=normalize,
+                iterations=iterations,
+                start=start,
+                ridge=ridge,
+                backend=backend,
+                strict_landmarks=False,
+            )
+            for rate in calculate_drop_path_rates(drop_path_rate, depth)
+        )
+        self.feature_info = [
+            dict(num_chs=embed_dim, reduction=patch_size, module=f"blocks.{i}")
+            for i in range(depth)
+        ]
+        self.norm = nn.Identity()
+        self.init_classifier(embed_dim, num_classes, global_pool, drop_rate)
+        self.init_weights()
+
+    def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        below, right = -x.shape[2] % self.patch_size, -x.shape[3] % self.patch_size
+        x = F.pad(x, (0, right, 0, below)).contiguous(memory_format=torch.channels_last)
+        x, size = to_tokens(self.patch_embed(x))
+        x = self.pos_embed(x, size)
+        for block in self.blocks:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, size)
+            else:
+                x = block(x, size)
+            yield x, size
+
+    def prune_after(self, last: int) -> None:
+        self.blocks = self.blocks[: last + 1]
+
+    @property
+    def num_feature_parts(self) -> int:
+        return len(self.blocks)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return {"pos_embed.weight"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return dict(stem=r"^patch_embed|^pos_embed", blocks=[(r"^blocks\.(\d+)", None)])
+
+
+MODEL_ARGUMENTS = {"soft_vit_small": SOFT, "softpp_vit_small": SOFTPP}
+default_cfgs = generate_default_cfgs(
+    {f"{name}.untrained": _cfg(first_conv="patch_embed") for name in MODEL_ARGUMENTS}
+)
+
+
+def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> SoftVisionTransformer:
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        SoftVisionTransformer,
+        name,
+        pretrained,
+        pretrained_filter_fn=filter_checkpoint,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **{**MODEL_ARGUMENTS[name], **kwargs},
+    )
+
+
+@register_model
+def soft_vit_small(pretrained: bool = False, **kwargs: Any) -> SoftVisionTransformer:
+    """Isotropic SOFT: 16 x 16 patches, 12 layers of 384 channels and 12 heads."""
+    return _create("soft_vit_small", pretrained, kwargs)
+
+
+@register_model
+def softpp_vit_small(pretrained: bool = False, **kwargs: Any) -> SoftVisionTransformer:
+    """Isotropic SOFT++: 16 x 16 patches, 12 layers of 384 channels and 12 heads."""
+    return _create("softpp_vit_small", pretrained, kwargs)

@@ -1,0 +1,295 @@
+"""The SOFT and SOFT++ pyramid backbones (Table 1 of the papers), and the authors' released variant.
+
+    image -> stem -> [positions -> blocks] -> downsample -> [positions -> blocks] -> ... four stages
+
+An image of side s has maps of side s/4, s/8, s/16 and s/32. Stage 4 has a class token.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from timm.layers import calculate_drop_path_rates, to_2tuple, trunc_normal_
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor, nn
+
+from softfree.layers.attention import SoftAttention, SoftmaxAttention
+from softfree.layers.block import Block
+from softfree.layers.embeddings import PositionEmbedding, downsample, stem
+from softfree.layers.landmarks import LandmarkSpec
+from softfree.models.backbone import Backbone, to_map, to_tokens
+from softfree.models.checkpoints import filter_checkpoint
+
+# Settings of the operator that tell SOFT from SOFT++, as in the authors' code.
+SOFT: dict[str, Any] = dict(normalize=False, start="scaled", ridge=0.01)
+SOFTPP: dict[str, Any] = dict(normalize=True, start="halving", ridge=0.0)
+
+STAGES = 4
+
+
+class Stage(nn.Module):
+    """Positions, an optional class token, and blocks at one resolution."""
+
+    def __init__(
+        self, grid: tuple[int, int], dim: int, blocks: Sequence[nn.Module], class_token: bool
+    ):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
+        self.pos_embed = PositionEmbedding(grid, dim, prefix=int(class_token))
+        self.blocks = nn.ModuleList(blocks)
+        self.grad_checkpointing = False
+        if class_token:
+            trunc_normal_(self.cls_token, std=0.02)
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """(batch, H * W, dim) to (batch, H * W, dim), one token more in front with a class token."""
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
+        x = self.pos_embed(x, size)
+        if self.grad_checkpointing and torch.is_grad_enabled() and not torch.jit.is_scripting():
+            return checkpoint_seq([_AtSize(block, size) for block in self.blocks], x)
+        for block in self.blocks:
+            x = block(x, size)
+        return x
+
+
+class _AtSize:
+    """A block with its second argument filled in, for checkpoint_seq."""
+
+    def __init__(self, block: nn.Module, size: tuple[int, int]):
+        self.block = block
+        self.size = size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.block(x, self.size)
+
+
+class SoftPyramid(Backbone):
+    """A four-stage vision backbone of softmax-free attention.
+
+    Args:
+        img_size: the size its positions are learned at; any other size works, they are resized.
+        in_chans: channels of the image.
+        num_classes: outputs of the classifier; 0 for none.
+        global_pool: ``"token"`` (class token), ``"avg"`` (mean of the image tokens) or ``""``.
+        embed_dims, num_heads, depths: per stage.
+        landmarks: sampler and count, e.g. ``"conv"`` (one landmark per window: 49 at 224², more at larger
+            images), ``"conv:49"`` (never more than 49), ``"average"``, ``"random:49"``, ``"first:49"``.
+        strides: side of a landmark's window per stage.
+        value_convs: side of the depthwise convolution of V per stage.
+        overlap: 3x3 convolutions in stem and downsampling (Table 11b); False: windows side by side.
+        normalize: SOFT++ (True) or SOFT.
+        iterations, start, ridge, backend: of the operator, see :func:`softfree.soft_attention`.
+        softmax_last_stage: stage 4 of pre-norm softmax blocks, as in the authors' released models.
+        mlp_ratio, drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
+    """
+
+    num_prefix_tokens = 1
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dims: Sequence[int] = (64, 128, 320, 512),
+        num_heads: Sequence[int] = (2, 4, 10, 16),
+        depths: Sequence[int] = (2, 2, 5, 2),
+        landmarks: str | int | tuple | LandmarkSpec = "conv",
+        strides: Sequence[int] = (8, 4, 2, 1),
+        value_convs: Sequence[int] = (9, 5, 3, 3),
+        overlap: bool = True,
+        normalize: bool = True,
+        iterations: int = 20,
+        start: str = "halving",
+        ridge: float = 0.0,
+        backend: str = "auto",
+        softmax_last_stage: bool = False,
+        mlp_ratio: float = 4.0,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ):
+        super().__init__()
+        per_stage = dict(
+            embed_dims=embed_dims, num_heads=num_heads, depths=depths, strides=strides,
+            value_convs=value_convs,
+        )  # fmt: skip
+        for name, values in per_stage.items():
+            if len(values) != STAGES:
+                raise ValueError(
+                    f"{name} must have {STAGES} values, one per stage, got {tuple(values)}"
+                )
+        self.in_chans = in_chans
+        self.stem = stem(in_chans, embed_dims[0], overlap=overlap)
+        self.downsamples = nn.ModuleList(
+            downsample(embed_dims[i], embed_dims[i + 1], overlap=overlap) for i in range(STAGES - 1)
+        )
+        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        grid = to_2tuple(img_size)
+        if min(grid) < 1:
+            raise ValueError(f"img_size must be at least 1, got {img_size}")
+        grid = (-(-grid[0] // 4), -(-grid[1] // 4))
+        stages = []
+        self.feature_info = []
+        for i, (dim, heads, rate) in enumerate(zip(embed_dims, num_heads, rates, strict=True)):
+            last = i == STAGES - 1
+            softmax = last and softmax_last_stage
+            blocks = []
+            for drop_path in rate:
+                if softmax:
+                    attention: nn.Module = SoftmaxAttention(dim, heads)
+                else:
+                    attention = SoftAttention(
+                        dim,
+                        heads,
+                        landmarks=landmarks,
+                        stride=strides[i],
+                        value_conv=value_convs[i],
+                        normalize=normalize,
+                        iterations=iterations,
+                        start=start,
+                        ridge=ridge,
+                        backend=backend,
+                        strict_landmarks=False,
+                    )
+                blocks.append(
+                    Block(
+                        dim,
+                        attention,
+                        mlp_ratio=mlp_ratio,
+                        drop_path=drop_path,
+                        proj_drop=proj_drop_rate,
+                        pre_norm=softmax,
+                        norm_eps=1e-6 if softmax else 1e-5,
+                        exact_gelu=softmax,
+                    )
+                )
+            stages.append(Stage(grid, dim, blocks, class_token=last))
+            self.feature_info.append(dict(num_chs=dim, reduction=4 * 2**i, module=f"stages.{i}"))
+            grid = (-(-grid[0] // 2), -(-grid[1] // 2))
+        self.stages = nn.ModuleList(stages)
+        # Post-norm blocks end in a norm of their own.
+        self.norm = nn.LayerNorm(embed_dims[-1], eps=1e-6) if softmax_last_stage else nn.Identity()
+        self.init_classifier(embed_dims[-1], num_classes, global_pool, drop_rate)
+        self.init_weights()
+
+    def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        # Channels last in memory makes every change between map and tokens a view.
+        x = self.stem(x.contiguous(memory_format=torch.channels_last))
+        for i, stage in enumerate(self.stages):
+            if i > 0:
+                x = self.downsamples[i - 1](to_map(x, size))
+            x, size = to_tokens(x)
+            x = stage(x, size)
+            yield x, size
+
+    def prune_after(self, last: int) -> None:
+        self.stages = self.stages[: last + 1]
+        self.downsamples = self.downsamples[:last]
+
+    @property
+    def num_feature_parts(self) -> int:
+        return len(self.stages)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        names = (name for name, _ in self.named_parameters())
+        return {name for name in names if "pos_embed" in name or "cls_token" in name}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Parameter groups for layer-wise learning rates: stem, then stages or their blocks, then head."""
+        if coarse:
+            return dict(
+                stem=r"^stem", blocks=[(r"^stages\.(\d+)", None), (r"^downsamples\.(\d+)", (1,))]
+            )
+        return dict(
+            stem=r"^stem",
+            blocks=[
+                (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+                (r"^stages\.(\d+)\.(?:pos_embed|cls_token)", (0,)),
+                (r"^downsamples\.(\d+)", (0,)),
+                (r"^norm", (99999,)),
+            ],
+        )
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "stem.0.conv",
+        "classifier": "head",
+        "fixed_input_size": False,
+        "license": "mit",
+        **kwargs,
+    }
+
+
+# dims, heads, depths
+PAPER_SIZES = {
+    "tiny": ((64, 128, 320, 512), (2, 4, 10, 16), (2, 2, 5, 2)),
+    "small": ((96, 192, 384, 768), (3, 6, 12, 24), (2, 2, 5, 2)),
+    "medium": ((96, 192, 384, 768), (3, 6, 12, 24), (2, 2, 18, 2)),
+    "large": ((128, 256, 512, 1024), (4, 8, 16, 32), (2, 2, 18, 2)),
+}
+RELEASE_SIZES = {
+    "tiny": ((64, 128, 320, 512), (2, 4, 10, 16), (1, 2, 3, 2)),
+    "small": ((64, 128, 320, 512), (2, 4, 10, 16), (1, 3, 20, 4)),
+    "medium": ((64, 128, 288, 512), (2, 4, 9, 16), (1, 3, 29, 5)),
+    "large": ((64, 128, 320, 512), (2, 4, 10, 16), (1, 3, 40, 5)),
+    "huge": ((64, 128, 352, 512), (2, 4, 11, 16), (1, 5, 49, 5)),
+}
+
+
+def _model_arguments() -> dict[str, dict[str, Any]]:
+    arguments = {}
+    for family, operator in (("soft", SOFT), ("softpp", SOFTPP)):
+        for suffix, sizes in (("", PAPER_SIZES), ("_release", RELEASE_SIZES)):
+            for size, (dims, heads, depths) in sizes.items():
+                arguments[f"{family}_{size}{suffix}"] = dict(
+                    embed_dims=dims,
+                    num_heads=heads,
+                    depths=depths,
+                    softmax_last_stage=bool(suffix),
+                    **operator,
+                )
+    return arguments
+
+
+MODEL_ARGUMENTS = _model_arguments()
+default_cfgs = generate_default_cfgs({f"{name}.untrained": _cfg() for name in MODEL_ARGUMENTS})
+
+
+def _register(name: str, arguments: dict[str, Any]) -> None:
+    def create(pretrained: bool = False, **kwargs: Any) -> SoftPyramid:
+        out_indices = kwargs.pop("out_indices", tuple(range(STAGES)))
+        return build_model_with_cfg(
+            SoftPyramid,
+            name,
+            pretrained,
+            pretrained_filter_fn=filter_checkpoint,
+            feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+            **{**arguments, **kwargs},
+        )
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{name}: a softmax-free pyramid; keywords as in softfree.models.SoftPyramid."
+    register_model(create)
+
+
+for _name, _arguments in MODEL_ARGUMENTS.items():
+    _register(_name, _arguments)
