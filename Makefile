@@ -1,0 +1,47 @@
+# make quickstart   see it work
+# make test         what CI runs
+# Needs Python 3.11 or later (another one: make test PYTHON=python3.12) and nothing else.
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
+	  || grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST)
+
+quickstart: $(VENV)/installed  ## install, then run the demonstration
+	$(BIN)/softfree demo
+
+# One thread a worker: threads of several workers on the same cores wait for each other.
+test: lint  ## format, lint, types and tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/installed-dev  ## format, lint and types alone
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "softfree needs Python 3.11 or later, but '$(PYTHON)' is" \
+	    "$$($(PYTHON) --version 2>/dev/null || echo missing)." \
+	    "Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/installed

@@ -1,0 +1,7 @@
+"""``python -m softfree``: the same as the ``softfree`` command."""
+
+import sys
+
+from softfree_cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands behind ``softfree COMMAND``: one module each, with ``main(argv) -> exit code``."""

@@ -1,0 +1,289 @@
+"""Run a picture through a backbone, then race the operator against softmax attention."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import timm
+import timm.data
+import torch
+import torch.nn.functional as F
+import tyro
+from PIL import Image, UnidentifiedImageError
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import softfree
+from softfree.analysis import count_macs, count_parameters, peak_extra_memory, time_call
+from softfree.commands._picture import landscape
+
+SIDES = (28, 56, 112, 224)  # of the token grid: one token per 4 x 4 pixels in stage 1
+HEADS, HEAD_DIM, LANDMARK_SIDE = 2, 32, 7
+SLOWEST = 20.0
+# Above this many seconds a call is made once, and its time and memory are read from that one call.
+LONG = 1.0
+
+
+class Measured(NamedTuple):
+    """Seconds and bytes of a call; ``bytes=None``: not run, the seconds are an extrapolation."""
+
+    seconds: float
+    bytes: int | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree demo`` with these arguments; return the exit code."""
+    return tyro.cli(demo, args=argv, prog="softfree demo", description=__doc__)
+
+
+def demo(
+    image: Path | None = None,
+    model: str = "softpp_tiny",
+    device: str = "auto",
+    max_tokens: int = SIDES[-1] ** 2,
+) -> int:
+    """Show what the package does on this machine.
+
+    Args:
+        image: a picture of yours; otherwise one is drawn.
+        model: name of a backbone, see `softfree models`.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+        max_tokens: leave out longer inputs of the race.
+    """
+    console = Console(highlight=False)
+    chosen = choose_device(device)
+    show_backbone(console, model, load_picture(image), chosen, drawn=image is None)
+    race(console, chosen, [side for side in SIDES if side**2 <= max_tokens])
+    console.print(
+        "\n[bold]Next[/]\n"
+        "  softfree models                     all backbones, with the papers' figures\n"
+        "  softfree demo --image PICTURE.jpg   the same with a picture of yours\n"
+        "and README.md: the operator and the backbones in a few lines of Python.\n"
+        "If the shell finds no softfree: source .venv/bin/activate"
+    )
+    return 0
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that ``name`` asks for, if this machine has it."""
+    has_gpu = torch.cuda.is_available()
+    if name == "auto":
+        name = "cuda" if has_gpu else "cpu"
+    if name not in ("cuda", "cpu"):
+        raise ValueError(f"--device must be 'auto', 'cuda' or 'cpu', got {name!r}")
+    if name == "cuda" and not has_gpu:
+        raise ValueError("--device cuda: PyTorch finds no CUDA device here; try --device cpu")
+    return torch.device(name)
+
+
+def load_picture(path: Path | None) -> Image.Image:
+    """The picture in a file, or a drawn one for None."""
+    if path is None:
+        return landscape()
+    if not path.is_file():
+        raise FileNotFoundError(f"no picture at {path}")
+    try:
+        with Image.open(path) as file:
+            return file.convert("RGB")
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
+        raise ValueError(f"{path} can't be read as a picture: {error}") from error
+
+
+def show_backbone(
+    console: Console, name: str, picture: Image.Image, device: torch.device, *, drawn: bool
+) -> None:
+    """Build a backbone, run the picture through it, and say what came out."""
+    if not timm.is_model(name):
+        raise ValueError(f"--model: there is no model {name!r}; `softfree models` lists them")
+    with working(console) as report:
+        report(f"building {name}")
+        torch.manual_seed(0)
+        network = timm.create_model(name, features_only=True).eval().to(device)
+        reductions: list[int] = network.feature_info.reduction()  # type: ignore[union-attr, operator]
+        transform = timm.data.create_transform(
+            **timm.data.resolve_data_config(model=network), is_training=False
+        )
+        pixels = transform(picture)[None].to(device)
+        report("running the picture through it")
+        with torch.inference_mode():
+            maps = network(pixels)
+            timing = time_call(lambda: network(pixels), device, budget=1.0)
+    side = pixels.shape[-1]
+    macs = count_macs(network, side)
+    source = "a lake at evening, drawn by this program" if drawn else "yours"
+    console.print(
+        f"\n[bold]1. A picture through {name}[/], on {describe_device(device)}\n\n"
+        f"Picture   {source}: {picture.width} x {picture.height}, "
+        f"cropped to {side}²\n"
+        f"Backbone  {count_parameters(network) / 1e6:.1f} M parameters, "
+        f"{macs / 1e9:.1f} billion multiply-adds; untrained\n"
+        f"Time      [bold]{1e3 * timing.fastest:.0f} ms[/] an image, the fastest of {timing.repeats}\n"
+        f"Result    {len(maps)} feature maps, as detectors and segmenters take them:"
+    )
+    table = Table("stage", header_style="bold")
+    for title in ("channels", "map", "tokens", "one token covers"):
+        table.add_column(title, justify="right")
+    for stage, (feature, reduction) in enumerate(zip(maps, reductions, strict=True), 1):
+        channels, rows, columns = feature.shape[1:]
+        table.add_row(
+            str(stage),
+            str(channels),
+            f"{rows} x {columns}",
+            f"{rows * columns:,}",
+            f"{reduction} x {reduction} pixels",
+        )
+    console.print(table)
+
+
+def race(console: Console, device: torch.device, sides: Sequence[int]) -> None:
+    """Time and memory of softmax-free and of softmax attention over growing images."""
+    if not sides:
+        raise ValueError(f"--max-tokens must be at least {SIDES[0] ** 2}")
+    rows: list[tuple[int, Measured, Measured]] = []
+    with working(console) as report, torch.inference_mode():
+        for side in sides:
+            tokens = side * side
+            report(f"{tokens:,} tokens: softmax-free attention")
+            q, k, v = torch.randn(3, 1, HEADS, tokens, HEAD_DIM, device=device)
+            landmarks = pool(q, side)
+            soft = measure(lambda: softfree.soft_attention(q, v, landmarks), device)  # noqa: B023
+            expected = 0.0
+            if rows:
+                expected = rows[-1][2].seconds * (tokens / rows[-1][0]) ** 2
+            if expected > SLOWEST:
+                softmax = Measured(expected, None)
+            else:
+                report(f"{tokens:,} tokens: softmax attention (about {expected:.0f} s)")
+                softmax = measure(
+                    lambda: F.scaled_dot_product_attention(q, k, v),  # noqa: B023
+                    device,
+                    expected,
+                )
+            rows.append((tokens, soft, softmax))
+    print_race(console, device, rows)
+
+
+def pool(q: torch.Tensor, side: int) -> torch.Tensor:
+    """Means of q over a 7 x 7 grid of windows: (1, heads, 49, d)."""
+    window = side // LANDMARK_SIDE
+    grid = q.unflatten(2, (LANDMARK_SIDE, window, LANDMARK_SIDE, window))
+    return grid.mean((3, 5)).flatten(2, 3)
+
+
+def measure(call: Callable[[], object], device: torch.device, expected: float = 0.0) -> Measured:
+    """Time and peak extra memory of a call; a long one is made only once."""
+    if expected > LONG:
+        seconds = 0.0
+
+        def timed() -> None:
+            nonlocal seconds
+            begin = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - begin
+
+        held = peak_extra_memory(timed, device)
+        return Measured(seconds, held)
+    timing = time_call(call, device, budget=0.5)
+    return Measured(timing.fastest, peak_extra_memory(call, device))
+
+
+def print_race(
+    console: Console, device: torch.device, rows: Sequence[tuple[int, Measured, Measured]]
+) -> None:
+    """The table of the race, and how to read it."""
+    console.print(
+        f"\n[bold]2. Attention without and with softmax[/], on {describe_device(device)}\n\n"
+        f"{HEADS} heads of {HEAD_DIM} channels, {LANDMARK_SIDE**2} landmarks, float32.\n"
+        "Without: softfree.soft_attention. With: torch's scaled_dot_product_attention."
+    )
+    table = Table(header_style="bold")
+    for title in (
+        "image",
+        "tokens",
+        "time\nwithout",
+        "time\nwith",
+        "times\nfaster",
+        "memory\nwithout",
+        "memory\nwith",
+    ):
+        table.add_column(title, justify="right")
+    for tokens, soft, softmax in rows:
+        side = 4 * math.isqrt(tokens)
+        estimated = softmax.bytes is None
+        table.add_row(
+            f"{side} x {side}",
+            f"{tokens:,}",
+            format_time(soft.seconds),
+            ("~" if estimated else "") + format_time(softmax.seconds),
+            ("~" if estimated else "") + f"{softmax.seconds / soft.seconds:.3g}",
+            format_bytes(soft.bytes),
+            format_bytes(softmax.bytes),
+        )
+    console.print(table)
+    longest, last, last_softmax = rows[-1]
+    shortest, first, first_softmax = rows[0]
+    if len(rows) > 1:
+        console.print(
+            f"{longest // shortest} times the tokens took {last.seconds / first.seconds:.0f} times "
+            f"the time without softmax,\n{last_softmax.seconds / first_softmax.seconds:,.0f} times "
+            "with it."
+        )
+    if last_softmax.bytes is None:
+        console.print(
+            f"~ not run, since it would take over {SLOWEST:.0f} s: the row above, times the square\n"
+            "of the growth.",
+        )
+    console.print(
+        "Memory: the most a call held beyond its inputs, its result included. Both grow\n"
+        "linearly, for torch's kernel never stores the n x n matrix of softmax attention.\n"
+        f"Stored, it would take {format_bytes(longest**2 * HEADS * 4)} in the last row.",
+        style="dim",
+    )
+
+
+def format_time(seconds: float) -> str:
+    """Seconds in the unit that suits them, three digits."""
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.3g} us"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def format_bytes(count: int | None) -> str:
+    """Bytes in the unit that suits them; a dash for None."""
+    if count is None:
+        return "-"
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"the CPU ({threads} thread{'s' if threads > 1 else ''})"
+
+
+class working:
+    """A spinner while something runs: ``with working(console) as report: report("what")``."""
+
+    def __init__(self, console: Console):
+        self.progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+
+    def __enter__(self) -> Callable[[str], None]:
+        self.progress.start()
+        task = self.progress.add_task("")
+        return lambda text: self.progress.update(task, description=text)
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()

@@ -1,0 +1,173 @@
+"""List the backbones: parameters, multiply-adds, and the papers' figures beside them."""
+
+import fnmatch
+import functools
+import json
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import timm
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from softfree.analysis import count_macs, count_parameters
+
+
+class Published(NamedTuple):
+    """Figures of the papers: millions of parameters, GFLOPs at 224² (multiply-adds), top-1 in percent."""
+
+    params: float | None = None
+    gflops: float | None = None
+    top1: float | None = None
+
+
+# Softmax-free Linear Transformers (IJCV 2024), Table 3; for the release, Table 10 (Tiny) and the
+# parameter counts of the authors' code; for the isotropic model, Table 11a.
+PUBLISHED = {
+    "soft_tiny": Published(13, 1.9, 80.9),
+    "soft_small": Published(27, 4.5, 82.5),
+    "soft_medium": Published(48, 8.7, 83.2),
+    "soft_large": Published(85, 15.4, 83.6),
+    "softpp_tiny": Published(13, 1.9, 80.9),
+    "softpp_small": Published(27, 4.5, 82.6),
+    "softpp_medium": Published(48, 8.7, 83.7),
+    "softpp_large": Published(85, 15.4, 84.1),
+    "softpp_vit_small": Published(top1=80.1),
+    **{
+        f"{family}_{size}_release": Published(params, gflops, top1)
+        for family in ("soft", "softpp")
+        for size, params, gflops, top1 in (
+            ("tiny", 13.07, 2.0, 80.9),
+            ("small", 38.86, None, None),
+            ("medium", 45.81, None, None),
+            ("large", 64.70, None, None),
+            ("huge", 87.11, None, None),
+        )
+    },
+}
+NOTES = """\
+GMACs: billions of multiply-adds for one image, the attention's matrix inverse included; papers call them \
+FLOPs, and theirs seem to leave the inverse out.
+The papers' Tiny figures were measured on the released depths, soft_tiny_release here. Release rows: \
+parameters of the authors' code.
+Top-1: ImageNet-1k accuracy the papers report at 224². softfree ships no trained weights; it loads the \
+authors' (softfree.load_release_checkpoint)."""
+NARROWEST = 32
+SIZES = ("tiny", "small", "medium", "large", "huge")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree models`` with these arguments; return the exit code."""
+    return tyro.cli(list_models, args=argv, prog="softfree models", description=__doc__)
+
+
+def list_models(
+    pattern: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PATTERN")] = "*",
+    /,
+    img_size: int = 224,
+    as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Print the family.
+
+    Args:
+        pattern: only names that match, e.g. 'softpp_*' or '*_release'.
+        img_size: side of the square image the multiply-adds are counted for.
+        as_json: print JSON, for programs.
+    """
+    names = matching_names(pattern)
+    if img_size < NARROWEST:
+        raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
+    errors = Console(stderr=True)
+    rows = [
+        describe(name, img_size)
+        for name in track(names, "counting", console=errors, transient=True)
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print_table(rows, img_size)
+    return 0
+
+
+def matching_names(pattern: str) -> list[str]:
+    """Names of our models that match a glob, small before large, variants together."""
+    ours = [name for name in timm.list_models() if _is_ours(name)]
+    names = [name for name in ours if fnmatch.fnmatchcase(name, pattern)]
+    if not names:
+        raise ValueError(
+            f"no model matches {pattern!r}; `softfree models` lists all {len(ours)}, "
+            "and patterns look like 'softpp_*'"
+        )
+    return sorted(names, key=_order)
+
+
+def _is_ours(name: str) -> bool:
+    return timm.models.model_entrypoint(name).__module__.startswith("softfree.")
+
+
+def _order(name: str) -> tuple[bool, bool, str, int]:
+    family, *rest = name.split("_")
+    size = next((SIZES.index(part) for part in rest if part in SIZES), len(SIZES))
+    return "release" in rest, "vit" in rest, family, size
+
+
+def describe(name: str, img_size: int) -> dict[str, object]:
+    """One row: counts of ours and the published figures, None where there are none."""
+    parameters, macs = _complexity(name.replace("softpp_", "soft_"), img_size)
+    published = PUBLISHED.get(name, Published())
+    return {
+        "name": name,
+        "img_size": img_size,
+        "parameters": parameters,
+        "macs": macs,
+        "paper_params_millions": published.params,
+        "paper_gflops_at_224": published.gflops,
+        "paper_top1_at_224": published.top1,
+    }
+
+
+@functools.cache
+def _complexity(name: str, img_size: int) -> tuple[int, int]:
+    # SOFT and SOFT++ have the same parameters and the same products, so one count serves both.
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    return count_parameters(model), count_macs(model, img_size)
+
+
+def print_table(rows: Sequence[dict], img_size: int) -> None:
+    """The rows for people."""
+    table = Table(header_style="bold", caption_style="dim", caption_justify="left")
+    table.add_column("model")
+    for title in (
+        "params\n(M)",
+        f"GMACs\nat {img_size}²",
+        "paper\nparams (M)",
+        "paper\nGFLOPs",
+        "paper\ntop-1 (%)",
+    ):
+        table.add_column(title, justify="right")
+    group = None
+    for row in rows:
+        release, isotropic, family, _ = _order(str(row["name"]))
+        this_group = (release, isotropic, "" if isotropic else family)
+        if group not in (None, this_group):
+            table.add_section()
+        group = this_group
+        table.add_row(
+            row["name"],
+            f"{row['parameters'] / 1e6:.2f}",
+            f"{row['macs'] / 1e9:.2f}",
+            _cell(row["paper_params_millions"], 2 if release else 0),
+            _cell(row["paper_gflops_at_224"], 1),
+            _cell(row["paper_top1_at_224"], 1),
+        )
+    console = Console()
+    console.print(table)
+    console.print(NOTES, style="dim", highlight=False)
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,87 @@
+"""The ``softfree`` command: lists the commands and starts one.
+
+It lies outside the package and imports nothing heavy, so that ``softfree --help`` answers at once:
+importing anything inside ``softfree`` imports torch and timm, which takes seconds.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# Command and summary; the command's code is ``main(argv)`` in softfree/commands/<command>.py.
+COMMANDS = {
+    "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
+    "models": "List the backbones: parameters, multiply-adds, and the papers' figures beside them.",
+}
+USAGE_ERROR = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``softfree`` with ``argv`` (None: the process's arguments); return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name, *rest = arguments
+    if name in ("-V", "--version"):
+        print(f"softfree {_version()}")
+        return 0
+    if name not in COMMANDS:
+        return _fail(_unknown(name))
+    try:
+        # Inside the try: the import takes seconds in which a user may press Ctrl-C.
+        code = importlib.import_module(f"softfree.commands.{name}").main(rest) or 0
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\nsoftfree: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as `head`, left. Python would complain again while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("SOFTFREE_TRACEBACK"):
+            raise
+        return _fail(str(error))
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: softfree COMMAND [options]\n\n"
+        "Softmax-free attention (SOFT, SOFT++) for PyTorch, and the backbones built on it.\n\n"
+        f"commands:\n{commands}\n\n"
+        "options:\n"
+        "  -h, --help     this text; `softfree COMMAND --help` explains one command\n"
+        "  -V, --version  the version\n\n"
+        "SOFTFREE_TRACEBACK=1 in the environment shows where in the code an error arose."
+    )
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    return metadata.version("softfree")
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    kind = "option" if name.startswith("-") else "command"
+    advice = f"did you mean '{nearest[0]}'?" if nearest else "try `softfree --help`"
+    return f"there is no {kind} '{name}'; {advice}"
+
+
+def _fail(message: str) -> int:
+    print(f"softfree: error: {message}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

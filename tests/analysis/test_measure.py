@@ -1,0 +1,54 @@
+"""Time and memory of a call."""
+
+import pytest
+import torch
+
+from softfree.analysis import peak_extra_memory, time_call
+
+KIB = 1024
+
+
+def test_peak_counts_what_is_held_at_once():
+    def one_after_the_other():
+        for _ in range(10):
+            torch.zeros(KIB)
+
+    assert peak_extra_memory(lambda: torch.zeros(KIB)) == 4 * KIB
+    assert peak_extra_memory(lambda: torch.zeros(KIB) + torch.ones(KIB)) == 12 * KIB
+    assert peak_extra_memory(one_after_the_other) == 4 * KIB
+
+
+def test_peak_leaves_out_what_was_there_before():
+    x = torch.zeros(10 * KIB)
+    assert peak_extra_memory(lambda: x.neg_()) == 0
+    assert peak_extra_memory(lambda: x.neg()) == 40 * KIB
+
+
+def test_peak_sees_inside_the_operator():
+    import softfree
+
+    q, v = torch.randn(2, 1, 2, 500, 16)
+    result = q.numel() * 4
+    assert peak_extra_memory(lambda: softfree.soft_attention(q, v, q[:, :, :9])) > result
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_peak_on_a_gpu():
+    x = torch.zeros(2**20, device="cuda")
+    assert peak_extra_memory(lambda: x.neg(), "cuda") == 4 * 2**20
+
+
+def test_call_is_repeated_within_the_bounds():
+    calls = []
+    timing = time_call(lambda: calls.append(0), min_repeats=3, max_repeats=5, budget=60.0)
+    assert timing.repeats == 5 and len(calls) == 6
+    calls.clear()
+    timing = time_call(lambda: calls.append(0), min_repeats=3, max_repeats=5, budget=0.0)
+    assert timing.repeats == 3 and len(calls) == 4
+    assert 0 <= timing.fastest <= timing.median
+
+
+def test_impossible_repeats_are_refused():
+    with pytest.raises(ValueError, match="got 0 and 5"):
+        time_call(lambda: None, min_repeats=0, max_repeats=5)

@@ -1,0 +1,134 @@
+"""The dispatcher: what it prints, what it returns, and that it stays light."""
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import softfree
+import softfree_cli
+
+COMMANDS_FOLDER = Path(softfree.__file__).parent / "commands"
+
+
+def command_files() -> dict[str, Path]:
+    return {path.stem: path for path in COMMANDS_FOLDER.glob("*.py") if path.stem[0] != "_"}
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Replaces the code of `softfree models` by a function."""
+
+    def replace(main):
+        module = ModuleType("softfree.commands.models")
+        module.main = main
+        monkeypatch.setitem(sys.modules, "softfree.commands.models", module)
+
+    return replace
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command(arguments, capsys):
+    assert softfree_cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in command_files())
+
+
+def test_every_command_is_listed_with_the_first_line_of_its_docstring():
+    summaries = {
+        name: (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        for name, path in command_files().items()
+    }
+    assert summaries == softfree_cli.COMMANDS
+
+
+def test_help_and_version_import_neither_torch_nor_the_package():
+    program = (
+        "import sys, softfree_cli\n"
+        "assert softfree_cli.main(['--help']) == softfree_cli.main(['--version']) == 0\n"
+        "assert softfree_cli.main(['no-such']) == 2\n"
+        "heavy = {'torch', 'timm', 'numpy', 'rich', 'tyro', 'softfree'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_version_is_the_package_version(capsys):
+    assert softfree_cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"softfree {softfree.__version__}\n"
+    assert importlib.metadata.version("softfree") == softfree.__version__
+
+
+def test_unknown_command_suggests_the_nearest(capsys):
+    assert softfree_cli.main(["modles"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "softfree: error: there is no command 'modles'; did you mean 'models'?\n"
+
+
+def test_unknown_option_points_to_the_help(capsys):
+    assert softfree_cli.main(["--frobnicate"]) == 2
+    assert "no option '--frobnicate'; try `softfree --help`" in capsys.readouterr().err
+
+
+def test_command_gets_the_remaining_arguments_and_gives_the_exit_code(command):
+    seen = []
+    command(lambda argv: seen.append(argv) or 7)
+    assert softfree_cli.main(["models", "a", "--b"]) == 7
+    assert seen == [["a", "--b"]]
+
+
+@pytest.mark.parametrize("error", [ValueError, FileNotFoundError])
+def test_bad_input_is_one_line_and_exit_code_2(error, command, capsys, monkeypatch):
+    monkeypatch.delenv("SOFTFREE_TRACEBACK", raising=False)
+
+    def fail(argv):
+        raise error("no such thing")
+
+    command(fail)
+    assert softfree_cli.main(["models"]) == 2
+    assert capsys.readouterr().err == "softfree: error: no such thing\n"
+    monkeypatch.setenv("SOFTFREE_TRACEBACK", "1")
+    with pytest.raises(error):
+        softfree_cli.main(["models"])
+
+
+def test_other_errors_are_not_hidden(command):
+    def fail(argv):
+        raise RuntimeError("a bug")
+
+    command(fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        softfree_cli.main(["models"])
+
+
+def test_interrupt_exits_130_without_traceback(command, capsys):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    command(interrupt)
+    assert softfree_cli.main(["models"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_python_m_does_the_same():
+    result = subprocess.run(
+        [sys.executable, "-m", "softfree", "modles"], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert (
+        result.stderr == "softfree: error: there is no command 'modles'; did you mean 'models'?\n"
+    )
+
+
+def test_a_reader_that_leaves_early_causes_no_traceback():
+    command = [sys.executable, "-m", "softfree", "models", "soft_tiny", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 141

@@ -1,0 +1,89 @@
+"""Code in the documentation runs as printed, and what it says of files and commands is so."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import softfree
+import softfree_cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "softfree/ops/README.md")
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(softfree.__path__, "softfree.")
+    if not module.name.endswith("__main__") and ".kernels" not in module.name
+)
+
+
+def python_blocks() -> list:
+    return [
+        pytest.param(code, id=f"{page}-{number}")
+        for page in PAGES
+        for number, code in enumerate(
+            re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S), 1
+        )
+    ]
+
+
+@pytest.mark.parametrize("code", python_blocks())
+def test_python_block_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in re.findall(r'"(\w+\.pth)"', code):
+        weights = timm.create_model("soft_tiny_release").state_dict()
+        torch.save({"model": weights}, tmp_path / name)
+    exec(compile(code, "block", "exec"), {})
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_give_what_they_say(name):
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert failed == 0
+
+
+def test_there_are_blocks_and_examples_to_run():
+    assert len(python_blocks()) >= 6
+    assert "softfree.ops.attention" in MODULES and "softfree.analysis.complexity" in MODULES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    missing = [
+        link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()
+    ]
+    assert not missing
+
+
+def test_commands_in_the_pages_exist():
+    text = "\n".join((ROOT / page).read_text() for page in PAGES)
+    commands = re.findall(r"`softfree ([a-z]\w*)[^`\n]*`", text)
+    assert commands and set(commands) <= set(softfree_cli.COMMANDS)
+    scripts = re.findall(r"python (benchmarks/\S+\.py)", text)
+    assert scripts and all((ROOT / script).is_file() for script in scripts)
+    targets = {shlex.split(line)[1] for line in re.findall(r"^ *(make \w+)", text, re.M)}
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+
+
+def test_family_table_in_the_readme_has_our_counts():
+    from softfree.commands.models import describe
+
+    rows = re.findall(
+        r"^\| `soft_\w+`, `(softpp_\w+)` \| ([\d.]+) M \| ([\d.]+) \|",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    assert len(rows) == 5
+    for name, parameters, macs in rows:
+        row = describe(name, 224)
+        assert f"{row['parameters'] / 1e6:.2f}" == parameters
+        assert f"{row['macs'] / 1e9:.2f}" == macs
