@@ -4,7 +4,9 @@ The operator is registered as ``softfree::attention`` with its gradient ``softfr
 so ``torch.compile`` traces through it as one node and the FLOP counter knows its cost.
 """
 
+import importlib.util
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from softfree.ops import chunked, exportable, reference
 from softfree.ops.inverse import check_iteration, compute_dtype
 
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "reference", "torch", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -53,8 +55,8 @@ def soft_attention(
         iterations: Newton steps of the inverse. Fewer steps cut off more small eigenvalues.
         start: start value of the inverse, ``"halving"`` or ``"scaled"``, chosen per matrix.
         ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01).
-        backend: ``"torch"`` (any device, bounded memory), ``"reference"`` (the definition, for tests),
-            ``"auto"`` takes the fastest that can do it.
+        backend: ``"triton"`` (fused kernels, CUDA), ``"torch"`` (any device, bounded memory),
+            ``"reference"`` (the definition, for tests); ``"auto"`` takes the fastest that can do it.
         landmark_mask: (batch, m) bool, True for the landmarks that take part; for padded sequences,
             where some pooling windows are empty.
 
@@ -73,12 +75,14 @@ def soft_attention(
         >>> softfree.soft_attention(q, v, landmarks).shape
         torch.Size([1, 4, 1024, 32])
     """
-    q, k, v, landmarks = _autocast(q, k, v, landmarks)
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    q, v, landmarks = (_autocast(t, device) for t in (q, v, landmarks))
+    k = None if k is None else _autocast(k, device)
     _check_tensors(q, k, v, landmarks, key_mask, landmark_mask)
     check_iteration(iterations, start, ridge)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
-    elif not 0 < scale < math.inf:
+    elif not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
     if backend not in BACKENDS:
         raise ValueError(
@@ -100,24 +104,46 @@ def soft_attention(
             ridge=ridge,
         )
     if torch.compiler.is_exporting():
-        return exportable.soft_attention(q, k, v, landmarks, key_mask, landmark_mask, *settings)
+        with torch.autocast(q.device.type, enabled=False):
+            return exportable.soft_attention(q, k, v, landmarks, key_mask, landmark_mask, *settings)
     return torch.ops.softfree.attention(
-        q, k, v, landmarks, key_mask, landmark_mask, *settings, "torch"
+        q, k, v, landmarks, key_mask, landmark_mask, *settings, _choose(backend, q, v, landmarks)
     )[0]
 
 
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Under autocast, floating-point inputs in autocast's dtype, as torch's own attention has them."""
-    device = next((t.device.type for t in tensors if isinstance(t, Tensor)), "cpu")
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [
-        t.to(dtype)
-        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        else t
-        for t in tensors
-    ]
+def _choose(backend: str, q: Tensor, v: Tensor, landmarks: Tensor) -> str:
+    """``"torch"`` or ``"triton"``."""
+    if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
+        return "torch"
+    obstacle: str | None
+    if importlib.util.find_spec("triton") is None:
+        obstacle = "the package triton is not installed"
+    else:
+        from softfree.ops.kernels import launch
+
+        obstacle = launch.unsupported(q, v, landmarks)
+    if obstacle is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f"backend 'triton': the kernels can't take this input: {obstacle}")
+    return "torch"
+
+
+def _implementation(backend: str) -> Any:
+    if backend == "triton":
+        from softfree.ops.kernels import launch
+
+        return launch
+    return chunked
+
+
+def _autocast(tensor: Tensor, device: str) -> Tensor:
+    """Under autocast, a floating-point input in autocast's dtype, as torch's own attention has it."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensor
+    if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES[:3]:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _check_tensors(
@@ -198,7 +224,7 @@ def _attention(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        return chunked.forward(
+        return _implementation(backend).forward(
             q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge
         )
 
@@ -232,7 +258,7 @@ def _attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        return chunked.backward(
+        return _implementation(backend).backward(
             grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize
         )
 

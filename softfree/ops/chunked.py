@@ -19,13 +19,20 @@ import torch
 from torch import Tensor
 
 from softfree.ops.inverse import compute_dtype
-from softfree.ops.mixing import invert_landmarks, mixing_backward, mixing_matrix
-from softfree.ops.reference import landmark_kernel
+from softfree.ops.mixing import (
+    invert_landmarks,
+    landmark_matrix,
+    mixing_backward,
+    mixing_matrix,
+)
 
 # Kernel values a chunk may hold. On a CPU they are meant to stay in cache; elsewhere launches should be
 # few.
 CHUNK_ELEMENTS = {"cpu": 2**19}
 CHUNK_ELEMENTS_ELSEWHERE = 2**25
+# Beyond this scale * ||l - c||^2 the float32 terms of the exponent cancel too many digits, and the product
+# is taken in float64. On a CPU only: elsewhere looking would wait for the device.
+FAR = 32.0
 
 
 def forward(
@@ -85,13 +92,9 @@ def backward(
     ``dQ = scale (E L - rowsum(E) Q)`` and ``dL = scale (E^T Q - colsum(E) L)``.
     """
     points = _Landmarks(landmarks, landmark_mask, scale)
-    a = landmark_kernel(
-        points.values, None if landmark_mask is None else landmark_mask[:, None], scale
-    )
-    mixing = mixing_matrix(a, inverse, normalize)
-    w = mixing @ u
-    grad_w = torch.zeros_like(w)
-    grad_points = torch.zeros_like(points.values)
+    a = landmark_matrix(points.values, landmark_mask, scale)
+    grad_w = torch.zeros_like(u)
+    grad_landmarks = torch.empty_like(points.values, memory_format=torch.contiguous_format)
     grad_q = token_tensor(q, q.shape[-1])
     grad_k = q.new_empty(0) if k is None else token_tensor(k, k.shape[-1])
     grad_v = token_tensor(v, v.shape[-1])
@@ -102,31 +105,39 @@ def backward(
         for chunk in query_chunks:
             g = load("grad", grad[batch, :, chunk])
             grad_w[batch].flatten(0, 1).baddbmm_(queries.kernel(batch, chunk).mT, g)
-        w_rows = w[batch].flatten(0, 1)
-        grad_u = (mixing[batch].mT @ grad_w[batch]).flatten(0, 1)
+        w, grad_u, through_inverse = mixing_backward(
+            grad_w[batch],
+            u[batch],
+            a[batch],
+            inverse[batch],
+            points.values[batch],
+            None if landmark_mask is None else landmark_mask[batch],
+            scale=scale,
+            normalize=normalize,
+        )
+        w, grad_u = w.flatten(0, 1), grad_u.flatten(0, 1)
+        grad_landmarks[batch] = through_inverse
         for chunk in query_chunks:
             g = load("grad", grad[batch, :, chunk])
             r = queries.kernel(batch, chunk)
-            e = torch.bmm(g, w_rows.mT, out=points.scratch("scores", r.shape))
+            e = torch.bmm(g, w.mT, out=points.scratch("scores", r.shape))
             if k is None:  # queries are the keys: one kernel and one pass serve both roles
                 p, values = r, load("values", v[batch, :, chunk])
                 if key_mask is not None:
                     p, values = _masked(p, values, key_mask[batch, chunk])
                 e.baddbmm_(values, grad_u.mT)
                 product(grad_v[batch, :, chunk], p, grad_u)
-            queries.through_exponential(e.mul_(r), grad_q[batch, :, chunk], grad_points[batch])
+            queries.through_exponential(e.mul_(r), grad_q[batch, :, chunk], grad_landmarks[batch])
         if k is None:
             continue
         for chunk in key_chunks:
             p, values = keys.kernel(batch, chunk), load("values", v[batch, :, chunk])
             if key_mask is not None:
                 p, values = _masked(p, values, key_mask[batch, chunk])
+                keys.forget(key_mask[batch, chunk])
             e = torch.bmm(values, grad_u.mT, out=points.scratch("scores", p.shape))
             product(grad_v[batch, :, chunk], p, grad_u)
-            keys.through_exponential(e.mul_(p), grad_k[batch, :, chunk], grad_points[batch])
-    grad_landmarks = grad_points + mixing_backward(
-        grad_w @ u.mT, a, inverse, points.values, landmark_mask, scale=scale, normalize=normalize
-    )
+            keys.through_exponential(e.mul_(p), grad_k[batch, :, chunk], grad_landmarks[batch])
     return grad_q, grad_k, grad_v, grad_landmarks.to(landmarks.dtype)
 
 
@@ -187,7 +198,15 @@ class _Landmarks:
         extended = [self.centred, torch.full_like(norms, -0.5), -0.5 * norms]
         self.extended = torch.cat(extended, -1).mul_(scale).mT
         self.count = landmarks.shape[2]
+        looks = norms.device.type == "cpu" and norms.dtype == torch.float32 and norms.numel() > 0
+        self.far = looks and scale * norms.max().item() > FAR
         self.scratch = _Scratch(self.values)
+
+    def wide_exponent(self, points: Tensor, batch: slice) -> Tensor:
+        """The exponent of centred tokens (batch * heads, chunk, d) in float64."""
+        points, landmarks = points.double(), self.centred[batch].flatten(0, 1).double()
+        norms = points.square().sum(-1, keepdim=True) + landmarks.square().sum(-1)[:, None, :]
+        return self.scale * (torch.bmm(points, landmarks.mT) - 0.5 * norms)
 
 
 class _Tokens:
@@ -197,7 +216,9 @@ class _Tokens:
         self.name = name
         self.tokens = tokens
         self.landmarks = landmarks
-        self.batch = self.chunk = None
+        self.batch: slice | None = None
+        self.chunk: slice | None = None
+        self.points = self.values = tokens.new_empty(0)
 
     def kernel(self, batch: slice, chunk: slice) -> Tensor:
         """``kappa(tokens, landmarks)``, (batch * heads, chunk, m); valid until the next call."""
@@ -214,29 +235,43 @@ class _Tokens:
         norms.square_()
         ones.fill_(1)
         exponent = marks.scratch(self.name + " kernel", (rows * heads, length, marks.count))
-        torch.bmm(extended.flatten(0, 1), marks.extended[batch].flatten(0, 1), out=exponent)
         self.points = points.flatten(0, 1)
+        if marks.far:
+            exponent.copy_(marks.wide_exponent(self.points, batch))
+        else:
+            torch.bmm(extended.flatten(0, 1), marks.extended[batch].flatten(0, 1), out=exponent)
         self.values = exponent.clamp_(max=0).exp_()
         if marks.absent is not None:
             self.values.view(rows, heads, length, -1).masked_fill_(marks.absent[batch], 0)
         return self.values
 
+    def forget(self, mask: Tensor) -> None:
+        """Set the last chunk's masked tokens to 0, so that NaN there reaches no gradient."""
+        self.points.masked_fill_(_absent(mask, self.points), 0)
+
     def through_exponential(self, e: Tensor, grad: Tensor, grad_landmarks: Tensor) -> None:
         """Write the last chunk's ``grad``; add the landmarks' part to ``grad_landmarks``."""
         marks = self.landmarks
-        centred = marks.centred[self.batch].flatten(0, 1)
-        into = grad_landmarks.flatten(0, 1)
-        into.baddbmm_(e.mT, self.points, alpha=marks.scale)
-        into.sub_(e.sum(1)[..., None] * centred, alpha=marks.scale)
-        rows = torch.bmm(e, centred, out=marks.scratch("rows", self.points.shape))
-        rows.addcmul_(e.sum(2, keepdim=True), self.points, value=-1).mul_(marks.scale)
+        points, centred = self.points, marks.centred[self.batch].flatten(0, 1)
+        rows = marks.scratch("rows", points.shape)
+        if marks.far:  # what cancels in the exponent cancels here, too
+            e, points, centred, rows = e.double(), points.double(), centred.double(), rows.double()
+        into = torch.bmm(e.mT, points).addcmul_(e.sum(1)[..., None], centred, value=-1)
+        grad_landmarks.add_(into.view(grad_landmarks.shape), alpha=marks.scale)
+        torch.bmm(e, centred, out=rows)
+        rows.addcmul_(e.sum(2, keepdim=True), points, value=-1).mul_(marks.scale)
         grad.copy_(rows.view(grad.shape))
 
 
 def _masked(kernel: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Kernel rows and values of masked keys set to 0, whatever they were, NaN included."""
-    absent = ~mask.repeat_interleave(kernel.shape[0] // mask.shape[0], 0)[..., None]
+    absent = _absent(mask, kernel)
     return kernel.masked_fill(absent, 0), values.masked_fill(absent, 0)
+
+
+def _absent(mask: Tensor, rows: Tensor) -> Tensor:
+    """A mask (batch, chunk) turned round, for ``rows`` (batch * heads, chunk, ...)."""
+    return ~mask.repeat_interleave(rows.shape[0] // mask.shape[0], 0)[..., None]
 
 
 def _plan(q: Tensor, k: Tensor, landmarks: int) -> Iterator[tuple[slice, list[slice], list[slice]]]:

@@ -28,6 +28,8 @@ def soft_attention(
     """Arguments and result as in :func:`softfree.ops.reference.soft_attention`."""
     out_dtype, dtype = q.dtype, compute_dtype(q.dtype)
     q, v, landmarks = q.to(dtype), v.to(dtype), landmarks.to(dtype)
+    if landmark_mask is not None:
+        landmarks = torch.where(landmark_mask[:, None, :, None], landmarks, 0)
     centre = landmarks.mean(2, keepdim=True)
     points = landmarks - centre
     differences = points[..., :, None, :] - points[..., None, :, :]

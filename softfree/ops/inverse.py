@@ -28,7 +28,7 @@ def check_iteration(iterations: int, start: str, ridge: float) -> None:
         raise ValueError(f"iterations must be an integer >= 0, got {iterations!r}")
     if start not in STARTS:
         raise ValueError(f"start must be one of {', '.join(map(repr, STARTS))}, got {start!r}")
-    if not ridge >= 0 or ridge == float("inf"):
+    if not isinstance(ridge, (int, float)) or not 0 <= ridge < float("inf"):
         raise ValueError(f"ridge must be a finite number >= 0, got {ridge!r}")
 
 
@@ -89,7 +89,7 @@ def _iterate_in_place(b: Tensor, y: Tensor, iterations: int) -> Tensor:
         torch.bmm(b, y, out=by)
         torch.baddbmm(y, y, by, beta=2, alpha=-1, out=spare)
         y, spare = spare, y
-        if step in EARLY_STOPS:
+        if step in EARLY_STOPS and y.numel() > 0:
             # From the first step on the eigenvalues of I - BY lie in [0, 1), so their sum bounds them
             # all; the step just taken has squared it.
             least_trace = by.diagonal(dim1=1, dim2=2).sum(1).amin().item()
@@ -110,7 +110,8 @@ class _NewtonInverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         (y,) = ctx.saved_tensors
-        return -(y.mT @ grad_y @ y.mT), None, None, None
+        with torch.autocast(y.device.type, enabled=False):
+            return -(y.mT @ grad_y.to(y.dtype) @ y.mT), None, None, None
 
 
 def _check_matrix(a: Tensor) -> None:

@@ -11,6 +11,12 @@ from softfree.ops.inverse import newton_iterate
 from softfree.ops.reference import landmark_kernel, normalize_inverse
 
 
+def landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
+    """``A`` of landmarks (batch, heads, m, d) and their mask (batch, m): (batch, heads, m, m)."""
+    mask = None if landmark_mask is None else landmark_mask[:, None, :]
+    return landmark_kernel(landmarks, mask, scale)
+
+
 def invert_landmarks(
     landmarks: Tensor,
     landmark_mask: Tensor | None,
@@ -21,8 +27,7 @@ def invert_landmarks(
     ridge: float,
 ) -> tuple[Tensor, Tensor]:
     """Kernel matrix and inverse of landmarks (batch, heads, m, d): two (batch, heads, m, m)."""
-    mask = None if landmark_mask is None else landmark_mask[:, None, :]
-    a = landmark_kernel(landmarks, mask, scale)
+    a = landmark_matrix(landmarks, landmark_mask, scale)
     on_cpu = a.device.type == "cpu"
     return a, newton_iterate(a, iterations, start, ridge, may_stop_early=on_cpu)
 
@@ -33,7 +38,8 @@ def mixing_matrix(a: Tensor, inverse: Tensor, normalize: bool) -> Tensor:
 
 
 def mixing_backward(
-    grad_mixing: Tensor,
+    grad_w: Tensor,
+    u: Tensor,
     a: Tensor,
     inverse: Tensor,
     landmarks: Tensor,
@@ -41,28 +47,31 @@ def mixing_backward(
     *,
     scale: float,
     normalize: bool,
-) -> Tensor:
-    """Gradient of the landmarks through ``Y'`` alone, (batch, heads, m, d).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From dW to ``W = Y' U``, ``dU = Y'^T dW`` and the gradient of the landmarks through ``Y'`` alone.
 
-    ``dA = -Y^T dY Y^T`` (Eq. 12), plus what reaches ``A`` through ``D``; then through the exponential,
+    ``dY' = dW U^T`` has the rank of the channels, so Eq. 12 needs no m x m x m product: with
+    ``left = Y^T D^-1/2 dW`` and ``right = Y D^-1/2 U``, ``dA = -Y^T dY Y^T = -left right^T``. What
+    reaches ``A`` through ``D`` is the same in a whole row. Through the exponential,
     ``dL_i = scale * sum_j (E_ij + E_ji) (L_j - L_i)`` with ``E = A * dA``.
+
+    Args:
+        grad_w, u: (batch, heads, m, d_v); a, inverse: (batch, heads, m, m);
+            landmarks: (batch, heads, m, d), 0 where masked.
     """
-    grad_inverse = grad_mixing
-    grad_rows = None
+    root = a.sum(-1, keepdim=True).rsqrt() if normalize else a.new_ones(())
+    root_u, root_grad_w = root * u, root * grad_w
+    right = inverse @ root_u
+    left = inverse.mT @ root_grad_w
+    grad_a = -(left @ right.mT)
     if normalize:
-        root = a.sum(-1, keepdim=True).rsqrt()
-        grad_inverse = root * grad_mixing * root.mT
-        weighted = grad_inverse * inverse
-        # d/dD_i of D^-1/2 Y D^-1/2, taken over row and column i
-        grad_rows = (
-            -0.5 * root.square() * (weighted.sum(-1, keepdim=True) + weighted.sum(-2)[..., None])
-        )
-    grad_a = -(inverse.mT @ grad_inverse @ inverse.mT)
-    if grad_rows is not None:
-        grad_a = grad_a + grad_rows
-    e = a * grad_a
-    e = scale * (e + e.mT)
+        rows = (root_grad_w * right + root_u * left).sum(-1, keepdim=True)
+        grad_a = grad_a - 0.5 * root.square() * rows
+    e = scale * a * (grad_a + grad_a.mT)
     if landmark_mask is not None:
         e = torch.where(landmark_mask[:, None, :, None] & landmark_mask[:, None, None, :], e, 0)
-        landmarks = torch.where(landmark_mask[:, None, :, None], landmarks, 0)
-    return e @ landmarks - e.sum(-1, keepdim=True) * landmarks
+    # Close landmarks far from the origin: the difference cancels most digits of its terms, and at this
+    # size float64 costs little.
+    e, wide = e.double(), landmarks.double()
+    grad_landmarks = (e @ wide - e.sum(-1, keepdim=True) * wide).to(landmarks.dtype)
+    return root * right, root * left, grad_landmarks

@@ -1,0 +1,332 @@
+"""Backend ``"triton"``: which kernel runs, on which blocks, in how many programs.
+
+Forward, long inputs: collect (U = P V, in parts), mixing (inverse, U, W = Y' U), spread (X = R W).
+Backward: collect (dW = R^T G, in parts), mixing_backward (W, dU, the inverse's part of dL),
+spread_backward (dQ, dV, the tokens' parts of dL), a sum of the parts. Short inputs: one kernel each way.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from softfree.ops import mixing as torch_mixing
+from softfree.ops.chunked import token_tensor
+from softfree.ops.kernels.mixing import mixing_backward_kernel, mixing_kernel
+from softfree.ops.kernels.short import short_backward_kernel, short_forward_kernel
+from softfree.ops.kernels.tokens import collect_kernel, spread_backward_kernel, spread_kernel
+
+MAX_CHANNELS = 128
+MAX_LANDMARKS = 256
+MAX_FUSED_LANDMARKS = 128  # beyond, the m x m part is batched matrix products
+MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
+SHORT = 1024  # tokens up to which a head is one program
+
+
+class Tile(NamedTuple):
+    """Tokens of a tile, warps of a program, software pipeline depth."""
+
+    tokens: int
+    warps: int
+    stages: int
+
+
+# By the block of landmarks and whether inputs are 16 bits wide; tuned on an NVIDIA H200 at d = 32.
+TILES = {
+    "collect": {(64, True): Tile(128, 4, 3)},
+    "spread": {(64, True): Tile(128, 4, 3)},
+    "spread_backward": {(64, True): Tile(64, 4, 2)},
+    "short_forward": {(64, True): Tile(64, 4, 2)},
+    "short_backward": {(64, True): Tile(64, 8, 2)},
+    "mixing": {(64, True): Tile(0, 4, 3)},
+    "mixing_backward": {(64, True): Tile(0, 8, 3)},
+}
+PROGRAMS_PER_PROCESSOR = 8
+
+
+def _tile(kernel: str, shape: "_Shape") -> Tile:
+    tuned = TILES[kernel].get((shape.block_m, shape.half))
+    if tuned is not None and shape.block_d <= 64 and shape.block_c <= 64:
+        return tuned
+    wide = shape.block_m > 64 or max(shape.block_d, shape.block_c) > 64
+    return Tile(32 if wide else 64, 8 if wide else 4, 1 if wide else 2)
+
+
+class _Shape(NamedTuple):
+    batch: int
+    heads: int
+    m: int
+    d: int
+    d_v: int
+    block_m: int
+    block_d: int
+    block_c: int
+    half: bool  # inputs of 16 bits
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, landmarks: Tensor) -> "_Shape":
+        batch, heads, m, d = landmarks.shape
+        d_v = v.shape[3]
+        half = q.dtype.itemsize == 2
+        return cls(batch, heads, m, d, d_v, _block(m), _block(d), _block(d_v), half)
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads
+
+
+def _block(length: int) -> int:
+    return max(16, triton.next_power_of_2(length))
+
+
+def unsupported(q: Tensor, v: Tensor, landmarks: Tensor) -> str | None:
+    """Why the kernels cannot take these tensors; None if they can."""
+    if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"they need a CUDA device, got {q.device}"
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"they take float16, bfloat16 and float32, got {q.dtype}"
+    if max(q.shape[3], v.shape[3]) > MAX_CHANNELS:
+        return f"they take up to {MAX_CHANNELS} channels a head, got {max(q.shape[3], v.shape[3])}"
+    if landmarks.shape[2] > MAX_LANDMARKS:
+        return f"they take up to {MAX_LANDMARKS} landmarks, got {landmarks.shape[2]}"
+    return None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    scale: float,
+    normalize: bool,
+    iterations: int,
+    start: str,
+    ridge: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`softfree.ops.chunked.forward`."""
+    shape = _Shape.of(q, v, landmarks)
+    x = token_tensor(q, shape.d_v)
+    inverse = _small(landmarks, shape, shape.m)
+    u = _small(landmarks, shape, shape.d_v)
+    if x.numel() == 0:
+        return x, inverse, u
+    q, v = _rows(q), _rows(v)
+    keys = q if k is None else _rows(k)
+    landmarks = landmarks.contiguous()
+    key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
+    flags = _flags(q, shape)
+    newton = dict(
+        NORMALIZE=normalize,
+        HALVING=start == "halving",
+        HALVES=iterations <= MAX_HALVES_ITERATIONS,
+    )
+    masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
+    log2_scale = scale * math.log2(math.e)
+    n, n_k = q.shape[2], keys.shape[2]
+    if max(n, n_k) <= SHORT and shape.m <= MAX_FUSED_LANDMARKS:
+        tile = _tile("short_forward", shape)
+        short_forward_kernel[(shape.rows,)](
+            q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse, u,
+            shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
+            *_strides(q), *_strides(keys), *_strides(v), *_strides(x),
+            scale, log2_scale, iterations, ridge,
+            BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+            **masks, **newton, **flags, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return x, inverse, u
+    parts = _collect(keys, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
+    w = torch.empty_like(u)
+    if shape.m <= MAX_FUSED_LANDMARKS:
+        mixing_kernel[(shape.rows,)](
+            landmarks, _or(landmark_mask, q), parts, inverse, u, w,
+            shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
+            BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+            PARTS=_parts_at_once(shape), HAS_LANDMARK_MASK=landmark_mask is not None,
+            FLOAT32=flags["FLOAT32"], **newton,
+            num_warps=_tile("mixing", shape).warps,
+        )  # fmt: skip
+    else:
+        u = parts.sum(1).view_as(u)
+        a, inverse = torch_mixing.invert_landmarks(
+            landmarks.float(), _as_bool(landmark_mask),
+            scale=scale, iterations=iterations, start=start, ridge=ridge,
+        )  # fmt: skip
+        w = torch_mixing.mixing_matrix(a, inverse, normalize) @ u
+    tile = _tile("spread", shape)
+    stretches, stretch = _deal(n, tile.tokens, shape.rows, q)
+    spread_kernel[(stretches, shape.rows)](
+        q, landmarks, _or(landmark_mask, q), w, x,
+        shape.heads, n, shape.m, shape.d, shape.d_v, stretch, *_strides(q), *_strides(x), log2_scale,
+        BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return x, inverse, u
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    inverse: Tensor,
+    u: Tensor,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`softfree.ops.chunked.backward`."""
+    shape = _Shape.of(q, v, landmarks)
+    grad_q = token_tensor(q, shape.d)
+    grad_k = q.new_empty(0) if k is None else token_tensor(k, shape.d)
+    grad_v = token_tensor(v, shape.d_v)
+    grad_landmarks = torch.empty_like(landmarks, memory_format=torch.contiguous_format)
+    if grad_q.numel() == 0:
+        return grad_q, grad_k, grad_v, grad_landmarks
+    grad, q, v = _rows(grad), _rows(q), _rows(v)
+    keys, into = (q, grad_q) if k is None else (_rows(k), grad_k)
+    landmarks = landmarks.contiguous()
+    key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
+    flags = _flags(q, shape)
+    log2_scale = scale * math.log2(math.e)
+    blocks = dict(BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c)
+    masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
+    n, n_k = q.shape[2], keys.shape[2]
+    if max(n, n_k) <= SHORT and shape.m <= MAX_FUSED_LANDMARKS:
+        tile = _tile("short_backward", shape)
+        short_backward_kernel[(shape.rows,)](
+            grad, q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), inverse, u,
+            grad_q, into, grad_v, grad_landmarks,
+            shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
+            *_strides(grad), *_strides(q), *_strides(keys), *_strides(v),
+            *_strides(grad_q), *_strides(into), *_strides(grad_v), scale, log2_scale,
+            BLOCK_N=tile.tokens, CROSS=k is not None, NORMALIZE=normalize,
+            **blocks, **masks, **flags, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return grad_q, grad_k, grad_v, grad_landmarks
+    parts = _collect(q, grad, landmarks, None, landmark_mask, log2_scale, shape, flags)
+    tile = _tile("spread_backward", shape)
+    stretches, stretch = _deal(n, tile.tokens, shape.rows, q)
+    key_stretches, key_stretch = (0, 0) if k is None else _deal(n_k, tile.tokens, shape.rows, q)
+    dl_parts = 1 + stretches + key_stretches
+    dl = u.new_empty(shape.rows, dl_parts, shape.m, shape.d)
+    if shape.m <= MAX_FUSED_LANDMARKS:
+        w, du = torch.empty_like(u), torch.empty_like(u)
+        mixing_backward_kernel[(shape.rows,)](
+            landmarks, _or(landmark_mask, q), parts, inverse, u, w, du, dl,
+            shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], dl_parts, scale,
+            PARTS=_parts_at_once(shape), HAS_LANDMARK_MASK=landmark_mask is not None,
+            NORMALIZE=normalize, FLOAT32=flags["FLOAT32"], **blocks,
+            num_warps=_tile("mixing_backward", shape).warps,
+        )  # fmt: skip
+    else:
+        wide = landmarks.float()
+        a = torch_mixing.landmark_matrix(wide, _as_bool(landmark_mask), scale)
+        w, du, through_inverse = torch_mixing.mixing_backward(
+            parts.sum(1).view_as(u), u, a, inverse, wide, _as_bool(landmark_mask),
+            scale=scale, normalize=normalize,
+        )  # fmt: skip
+        dl[:, 0] = through_inverse.flatten(0, 1)
+    roles = [(q, grad_q, n, 1, stretches, stretch, True, k is None)]
+    if k is not None:
+        roles.append((keys, grad_k, n_k, 1 + stretches, key_stretches, key_stretch, False, True))
+    for tokens, out, length, first, count, reach, as_queries, as_keys in roles:
+        spread_backward_kernel[(count, shape.rows)](
+            tokens, grad, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), w, du,
+            out, grad_v, dl, shape.heads, length, shape.m, shape.d, shape.d_v, dl_parts, first, reach,
+            *_strides(tokens), *_strides(grad), *_strides(v), *_strides(out), *_strides(grad_v),
+            scale, log2_scale, BLOCK_N=tile.tokens, QUERIES=as_queries, KEYS=as_keys,
+            HAS_KEY_MASK=key_mask is not None and as_keys,
+            HAS_LANDMARK_MASK=landmark_mask is not None, **blocks, **flags,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    grad_landmarks.copy_(dl.sum(1).view_as(grad_landmarks))
+    return grad_q, grad_k, grad_v, grad_landmarks
+
+
+def _collect(
+    tokens: Tensor,
+    values: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    log2_scale: float,
+    shape: _Shape,
+    flags: dict,
+) -> Tensor:
+    """Parts (batch * heads, parts, m, d_v) of ``sum_j kappa(L, T_j) X_j``."""
+    tile = _tile("collect", shape)
+    n = tokens.shape[2]
+    count, stretch = _deal(n, tile.tokens, shape.rows, tokens)
+    parts = torch.empty(
+        (shape.rows, count, shape.m, shape.d_v), dtype=torch.float32, device=tokens.device
+    )
+    collect_kernel[(count, shape.rows)](
+        tokens, values, landmarks, _or(key_mask, tokens), _or(landmark_mask, tokens), parts,
+        shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
+        *_strides(tokens), *_strides(values), log2_scale,
+        BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return parts
+
+
+def _deal(n: int, tile: int, rows: int, like: Tensor) -> tuple[int, int]:
+    """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
+    tiles = triton.cdiv(n, tile)
+    programs = max(
+        1, min(tiles, triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(like.device), rows))
+    )
+    stretch = triton.cdiv(tiles, programs) * tile
+    return triton.cdiv(n, stretch), stretch
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _parts_at_once(shape: _Shape) -> int:
+    return 4 if shape.block_m * shape.block_c <= 64 * 64 else 1
+
+
+def _small(landmarks: Tensor, shape: _Shape, width: int) -> Tensor:
+    sizes = (shape.batch, shape.heads, shape.m, width)
+    return torch.empty(sizes, dtype=torch.float32, device=landmarks.device)
+
+
+def _flags(q: Tensor, shape: _Shape) -> dict:
+    wide = q.dtype == torch.float32
+    return dict(FLOAT32=wide, PRECISION="tf32x3" if wide else "tf32")
+
+
+def _rows(tokens: Tensor) -> Tensor:
+    """Tokens whose channels lie next to each other."""
+    return tokens if tokens.stride(3) == 1 else tokens.contiguous()
+
+
+def _strides(tokens: Tensor) -> tuple[int, int, int]:
+    return tokens.stride(0), tokens.stride(1), tokens.stride(2)
+
+
+def _mask(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def _as_bool(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.bool)
+
+
+def _or(mask: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer to pass where there is no mask; the kernel does not read it."""
+    return other if mask is None else mask

@@ -1,0 +1,187 @@
+"""The m x m part in one program a head: kernel matrix, Newton steps, normalisation, and its gradient."""
+
+import triton
+import triton.language as tl
+
+from softfree.ops.kernels.common import present_landmarks, scaled_product, split_product
+
+
+@triton.jit
+def landmark_matrix(
+    p_l, b_present, m, d, scale,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """``A = kappa(L, L)`` (M, M), the identity where a landmark takes no part.
+
+    float32 landmarks: distances from differences, channel by channel, which is exact for close landmarks,
+    where the inverse amplifies errors most. Half precision: distances from one product of the centred
+    landmarks, many times faster and 2^-22 |l - c|^2 exact. Norms are that product's own diagonal, so
+    that equal landmarks are at distance 0.
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    b_eye = offs_m[:, None] == offs_m[None, :]
+    if FLOAT32:
+        b_distance = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
+        for channel in tl.range(0, d, loop_unroll_factor=4):
+            b_c = tl.load(p_l + offs_m * d + channel, mask=b_present, other=0.0).to(tl.float32)
+            b_difference = b_c[:, None] - b_c[None, :]
+            b_distance += b_difference * b_difference
+    else:
+        b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
+        b_l = tl.where(b_present[:, None], b_l, 0.0)
+        count = tl.maximum(tl.sum(b_present.to(tl.float32), 0), 1.0)
+        b_l = tl.where(b_present[:, None], b_l - (tl.sum(b_l, 0) / count)[None, :], 0.0)
+        b_l = tl.clamp(
+            b_l, -60000.0, 60000.0
+        )  # float16's range; such landmarks are like no other anyway
+        b_gram = split_product(b_l, tl.trans(b_l), True)
+        b_diagonal = tl.where(b_eye, b_gram, 0.0)
+        b_distance = tl.sum(b_diagonal, 1)[:, None] + tl.sum(b_diagonal, 0)[None, :] - 2.0 * b_gram
+        b_distance = tl.where(b_eye, 0.0, tl.maximum(b_distance, 0.0))
+    b_both = b_present[:, None] & b_present[None, :]
+    return tl.where(b_both, tl.exp(-0.5 * scale * b_distance), b_eye.to(tl.float32))
+
+
+@triton.jit
+def newton_inverse(
+    b_a, iterations, ridge, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, HALVES: tl.constexpr
+):
+    """The iteration of :mod:`softfree.ops.inverse` on one matrix (M, M) of non-negative entries."""
+    offs_m = tl.arange(0, BLOCK_M)
+    b_eye = offs_m[:, None] == offs_m[None, :]
+    b_b = tl.where(b_eye, b_a + ridge, b_a)
+    norm = tl.max(tl.sum(b_a, 0), 0)
+    alpha = 2.0 / (norm * norm)
+    bound = tl.minimum(0.9 * alpha, 1.9 / ((norm + ridge) * (norm + ridge)))
+    if HALVING:
+        b_square = split_product(b_b, b_b, HALVES)
+        b_columns = tl.sum(b_square, 0)
+        b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 0)
+        reciprocal = tl.max(tl.maximum((b_columns - 2 * b_diagonal) * 100.0, b_columns / 2.01), 0)
+        halvings = tl.ceil(tl.log2(tl.maximum(alpha * reciprocal, 1.0)))
+        bound = tl.minimum(bound, alpha * tl.exp2(-tl.minimum(halvings, 10.0)))
+    b_y = bound * b_b
+    # A fixed number of steps: a loop that ends when a matrix has converged was found to be compiled into
+    # reads outside shared memory (Triton 3.6, sm_90).
+    for _ in range(iterations):
+        b_by = split_product(b_b, b_y, HALVES)
+        b_y = 2.0 * b_y - split_product(b_y, b_by, HALVES)
+    return b_y
+
+
+@triton.jit
+def apply_mixing(b_y, b_root, b_u):
+    """``Y' U = D^-1/2 Y D^-1/2 U`` (M, C) in float32; ``b_root`` is 1 for SOFT."""
+    return b_root[:, None] * scaled_product(b_y, b_root[:, None] * b_u)
+
+
+@triton.jit
+def normalizer(b_a, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``D^-1/2`` (M,), or ones."""
+    if NORMALIZE:
+        return tl.rsqrt(tl.sum(b_a, 1))
+    return tl.full((BLOCK_M,), 1.0, tl.float32)
+
+
+@triton.jit
+def sum_parts(
+    p_parts, m, width, parts, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
+):
+    """Sum of ``parts`` blocks (m, width), float32, in a fixed order: (M, BLOCK)."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs = tl.arange(0, BLOCK)
+    offs_part = tl.arange(0, PARTS)
+    p_tile = p_parts + offs_m[None, :, None] * width + offs[None, None, :]
+    inside = (offs_m < m)[None, :, None] & (offs < width)[None, None, :]
+    b_sum = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+    for first in range(0, parts, PARTS):
+        offs_p = (first + offs_part)[:, None, None]
+        b_sum += tl.sum(
+            tl.load(p_tile + offs_p * (m * width), mask=inside & (offs_p < parts), other=0.0), 0
+        )
+    return b_sum
+
+
+@triton.jit
+def store_small(p_out, b_x, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Store (M, BLOCK) as (m, width)."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs = tl.arange(0, BLOCK)
+    mask = (offs_m < m)[:, None] & (offs < width)[None, :]
+    tl.store(p_out + offs_m[:, None] * width + offs[None, :], b_x, mask=mask)
+
+
+@triton.jit
+def load_small(p_in, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Load (m, width) as (M, BLOCK), 0 outside."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs = tl.arange(0, BLOCK)
+    mask = (offs_m < m)[:, None] & (offs < width)[None, :]
+    return tl.load(p_in + offs_m[:, None] * width + offs[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def mixing_kernel(
+    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w,
+    heads, m, d, d_v, parts, scale, iterations, ridge,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
+    HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, HALVING: tl.constexpr,
+    HALVES: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, U and W = Y' U."""
+    head = tl.program_id(0).to(tl.int64)
+    p_l += head * m * d
+    b_present = present_landmarks(p_landmark_mask, head // heads, m, BLOCK_M, HAS_LANDMARK_MASK)
+    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
+    store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
+    b_u = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
+    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
+    store_small(p_w + head * m * d_v, apply_mixing(b_y, b_root, b_u), m, d_v, BLOCK_M, BLOCK_C)
+
+
+@triton.jit
+def mixing_gradient(
+    b_a, b_y, b_u, b_dw, b_l, b_present, scale,
+    BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """W, dU (M, C) and the landmarks' gradient through Y' (M, D). See ``softfree.ops.mixing``."""
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    b_root_u = b_root[:, None] * b_u
+    b_root_dw = b_root[:, None] * b_dw
+    b_right = scaled_product(b_y, b_root_u)
+    b_left = scaled_product(tl.trans(b_y), b_root_dw)
+    b_da = -scaled_product(b_left, tl.trans(b_right))
+    if NORMALIZE:
+        b_rows = tl.sum(b_root_dw * b_right + b_root_u * b_left, 1)
+        b_da += (-0.5 * b_root * b_root * b_rows)[:, None]
+    b_e = scale * b_a * (b_da + tl.trans(b_da))
+    b_e = tl.where(b_present[:, None] & b_present[None, :], b_e, 0.0)
+    b_dl = scaled_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
+    return b_root[:, None] * b_right, b_root[:, None] * b_left, b_dl
+
+
+@triton.jit
+def mixing_backward_kernel(
+    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_du, p_dl,
+    heads, m, d, d_v, parts, dl_parts, scale,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
+    HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * heads,). Reads the parts of dW; writes W, dU and, as part 0, the gradient of L."""
+    head = tl.program_id(0).to(tl.int64)
+    p_l += head * m * d
+    b_present = present_landmarks(p_landmark_mask, head // heads, m, BLOCK_M, HAS_LANDMARK_MASK)
+    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
+    b_y = load_small(p_inverse + head * m * m, m, m, BLOCK_M, BLOCK_M)
+    b_u = load_small(p_u + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C)
+    b_dw = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
+    b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
+    b_l = tl.where(b_present[:, None], b_l, 0.0)
+    b_w, b_du, b_dl = mixing_gradient(
+        b_a, b_y, b_u, b_dw, b_l, b_present, scale, BLOCK_M, NORMALIZE
+    )
+    store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
+    store_small(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C)
+    store_small(p_dl + head * dl_parts * m * d, b_dl, m, d, BLOCK_M, BLOCK_D)

@@ -1,0 +1,240 @@
+"""The passes over the tokens. Each reads a token once and never writes anything of size n x m.
+
+    collect          sum_j kappa(L, T_j) X_j: U = P V going forward, dW = R^T G going back
+    spread           X = R W
+    spread_backward  from G, V, W and dU to dQ, dV and the parts of dL
+
+A head's tokens are dealt out to several programs in stretches, each of which gives one part of a sum; the
+parts are added up in a fixed order, so results repeat to the bit.
+"""
+
+import triton
+import triton.language as tl
+
+from softfree.ops.kernels.common import (
+    exact_product,
+    kernel_of_landmarks,
+    kernel_of_tokens,
+    load_rows,
+    prepare_landmarks,
+    present_keys,
+    present_landmarks,
+    product,
+    store_rows,
+)
+from softfree.ops.kernels.mixing import load_small, store_small
+
+
+@triton.jit
+def load_landmarks(
+    p_l, p_landmark_mask, batch, m, d, log2_scale,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Prepared landmarks of one head: (M, D), centre (D,), bias (M,), present (M,)."""
+    b_present = present_landmarks(p_landmark_mask, batch, m, BLOCK_M, HAS_LANDMARK_MASK)
+    offs_m = tl.arange(0, BLOCK_M)
+    b_l = load_rows(p_l, d, offs_m, b_present, d, BLOCK_D)
+    b_l, b_centre, b_bias = prepare_landmarks(b_l, b_present, log2_scale, FLOAT32)
+    return b_l, b_centre, b_bias, b_present
+
+
+@triton.jit
+def load_tokens(
+    p_t, stride, offs_n, present, d, b_centre, BLOCK_D: tl.constexpr, FLOAT32: tl.constexpr
+):
+    """Tokens (N, D), shifted by the landmarks' centre in float32."""
+    b_t = load_rows(p_t, stride, offs_n, present, d, BLOCK_D)
+    if FLOAT32:
+        b_t = b_t - b_centre[None, :]
+    return b_t
+
+
+@triton.jit
+def collect_tokens(
+    p_t, p_x, p_key_mask, batch, n, d, d_v, t_stride, x_stride, first, last,
+    b_l, b_centre, b_bias, log2_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``sum_j kappa(L, T_j) X_j`` over tokens first..last: (M, C)."""
+    b_sum = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        present = present_keys(p_key_mask, batch, last, offs_n, False)
+        if HAS_KEY_MASK:
+            present = present & present_keys(p_key_mask, batch, n, offs_n, True)
+        b_t = load_tokens(p_t, t_stride, offs_n, present, d, b_centre, BLOCK_D, FLOAT32)
+        b_x = load_rows(p_x, x_stride, offs_n, present, d_v, BLOCK_C)
+        b_k = kernel_of_landmarks(b_t, b_l, b_bias, log2_scale, PRECISION)
+        # Rows that are not present have x = 0, so their kernel values do not count.
+        b_sum += exact_product(b_k, b_x, PRECISION)
+    return b_sum
+
+
+@triton.jit
+def collect_kernel(
+    p_t, p_x, p_l, p_key_mask, p_landmark_mask, p_parts,
+    heads, n, m, d, d_v, parts, stretch,
+    t_batch, t_head, t_stride, x_batch, x_head, x_stride, log2_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (parts, batch * heads). Reads tokens and values; writes its part (m, d_v) of the sum."""
+    part = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = head // heads
+    p_t += batch * t_batch + (head % heads) * t_head
+    p_x += batch * x_batch + (head % heads) * x_head
+    b_l, b_centre, b_bias, _ = load_landmarks(
+        p_l + head * m * d, p_landmark_mask, batch, m, d, log2_scale,
+        BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
+    )  # fmt: skip
+    first = part * stretch
+    b_sum = collect_tokens(
+        p_t, p_x, p_key_mask, batch, n, d, d_v, t_stride, x_stride,
+        first, tl.minimum(first + stretch, n), b_l, b_centre, b_bias, log2_scale,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, HAS_KEY_MASK, FLOAT32, PRECISION,
+    )  # fmt: skip
+    store_small(p_parts + (head * parts + part) * m * d_v, b_sum, m, d_v, BLOCK_M, BLOCK_C)
+
+
+@triton.jit
+def spread_tokens(
+    p_q, p_x, d, d_v, q_stride, x_stride, first, last,
+    b_l, b_centre, b_bias, b_w, log2_scale,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write ``X_j = kappa(Q_j, L) W`` for tokens first..last."""
+    for start in range(first, last, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        present = offs_n < last
+        b_q = load_tokens(p_q, q_stride, offs_n, present, d, b_centre, BLOCK_D, FLOAT32)
+        b_r = kernel_of_tokens(b_q, b_l, b_bias, log2_scale, PRECISION)
+        store_rows(p_x, x_stride, offs_n, present, d_v, product(b_r, b_w, PRECISION), BLOCK_C)
+
+
+@triton.jit
+def narrow(b_small, p_like):
+    """W or dU in bfloat16 where the tokens are; float32 otherwise (float16 might overflow)."""
+    if p_like.dtype.element_ty == tl.bfloat16:
+        b_small = b_small.to(tl.bfloat16)
+    return b_small
+
+
+@triton.jit
+def spread_kernel(
+    p_q, p_l, p_landmark_mask, p_w, p_x,
+    heads, n, m, d, d_v, stretch,
+    q_batch, q_head, q_stride, x_batch, x_head, x_stride, log2_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (stretches, batch * heads). Reads queries and W; writes the result."""
+    head = tl.program_id(1).to(tl.int64)
+    batch = head // heads
+    p_q += batch * q_batch + (head % heads) * q_head
+    p_x += batch * x_batch + (head % heads) * x_head
+    b_l, b_centre, b_bias, _ = load_landmarks(
+        p_l + head * m * d, p_landmark_mask, batch, m, d, log2_scale,
+        BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
+    )  # fmt: skip
+    b_w = narrow(load_small(p_w + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C), p_q)
+    first = tl.program_id(0) * stretch
+    spread_tokens(
+        p_q, p_x, d, d_v, q_stride, x_stride, first, tl.minimum(first + stretch, n),
+        b_l, b_centre, b_bias, b_w, log2_scale, BLOCK_N, BLOCK_D, BLOCK_C, FLOAT32, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def spread_backward_tokens(
+    p_t, p_g, p_v, p_dt, p_dv, p_key_mask, batch, n, d, d_v,
+    t_stride, g_stride, v_stride, dt_stride, dv_stride, first, last,
+    b_l, b_centre, b_bias, b_w, b_du, scale, log2_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_KEY_MASK: tl.constexpr, FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dT (and dV for keys) of tokens first..last; return their part of dL (M, D).
+
+    ``E = R * (G W^T)`` for queries, ``P^T * (V dU^T)`` for keys, their sum where tokens are both;
+    ``dT = scale (E L - rowsum(E) T)``, ``dL = scale (E^T T - colsum(E) L)``. The row and column sums are
+    of E as rounded for the products: then the products' rounding acts on the differences L - T.
+    """
+    b_dl = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    b_columns = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(first, last, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        inside = offs_n < last
+        present = inside
+        if HAS_KEY_MASK:
+            present = present_keys(p_key_mask, batch, n, offs_n, True) & inside
+        if QUERIES:
+            b_t = load_tokens(p_t, t_stride, offs_n, inside, d, b_centre, BLOCK_D, FLOAT32)
+        else:
+            b_t = load_tokens(p_t, t_stride, offs_n, present, d, b_centre, BLOCK_D, FLOAT32)
+        b_k = kernel_of_tokens(b_t, b_l, b_bias, log2_scale, PRECISION)
+        b_e = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if QUERIES:
+            b_g = load_rows(p_g, g_stride, offs_n, inside, d_v, BLOCK_C)
+            b_e += like_product(b_g, tl.trans(b_w), PRECISION)
+        if KEYS:
+            b_v = load_rows(p_v, v_stride, offs_n, present, d_v, BLOCK_C)
+            b_e += like_product(b_v, tl.trans(b_du), PRECISION)
+            b_dv = product(tl.where(present[:, None], b_k, 0.0), b_du, PRECISION)
+            store_rows(p_dv, dv_stride, offs_n, inside, d_v, b_dv, BLOCK_C)
+        b_e = b_e * b_k
+        if b_l.dtype == tl.bfloat16:
+            b_e = b_e.to(tl.bfloat16).to(tl.float32)
+        b_rows = tl.sum(b_e, 1)
+        b_dt = product(b_e, b_l, PRECISION) - b_rows[:, None] * b_t.to(tl.float32)
+        store_rows(p_dt, dt_stride, offs_n, inside, d, scale * b_dt, BLOCK_D)
+        b_dl += product(tl.trans(b_e), b_t, PRECISION)
+        b_columns += tl.sum(b_e, 0)
+    return scale * (b_dl - b_columns[:, None] * b_l.to(tl.float32))
+
+
+@triton.jit
+def like_product(b_a, b_b, PRECISION: tl.constexpr):
+    """``a @ b`` in ``b``'s dtype."""
+    return tl.dot(b_a.to(b_b.dtype), b_b, input_precision=PRECISION)
+
+
+@triton.jit
+def spread_backward_kernel(
+    p_t, p_g, p_v, p_l, p_key_mask, p_landmark_mask, p_w, p_du, p_dt, p_dv, p_dl,
+    heads, n, m, d, d_v, dl_parts, dl_first, stretch,
+    t_batch, t_head, t_stride, g_batch, g_head, g_stride, v_batch, v_head, v_stride,
+    dt_batch, dt_head, dt_stride, dv_batch, dv_head, dv_stride, scale, log2_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (stretches, batch * heads). Reads tokens, G, V, W, dU; writes dT, dV and a part of dL."""
+    part = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = head // heads
+    column = head % heads
+    p_t += batch * t_batch + column * t_head
+    p_g += batch * g_batch + column * g_head
+    p_v += batch * v_batch + column * v_head
+    p_dt += batch * dt_batch + column * dt_head
+    p_dv += batch * dv_batch + column * dv_head
+    b_l, b_centre, b_bias, _ = load_landmarks(
+        p_l + head * m * d, p_landmark_mask, batch, m, d, log2_scale,
+        BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
+    )  # fmt: skip
+    b_w = narrow(load_small(p_w + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C), p_t)
+    b_du = narrow(load_small(p_du + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C), p_t)
+    first = part * stretch
+    b_dl = spread_backward_tokens(
+        p_t, p_g, p_v, p_dt, p_dv, p_key_mask, batch, n, d, d_v,
+        t_stride, g_stride, v_stride, dt_stride, dv_stride, first, tl.minimum(first + stretch, n),
+        b_l, b_centre, b_bias, b_w, b_du, scale, log2_scale,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, QUERIES, KEYS, HAS_KEY_MASK, FLOAT32, PRECISION,
+    )  # fmt: skip
+    p_part = p_dl + (head * dl_parts + dl_first + part) * m * d
+    store_small(p_part, b_dl, m, d, BLOCK_M, BLOCK_D)

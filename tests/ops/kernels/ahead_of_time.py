@@ -1,0 +1,107 @@
+"""Compile the kernels that a call would launch for a GPU that is not there, and read what they need.
+
+Run as a program, so that neither the interpreter's setting nor a GPU of the test's process matters:
+
+    python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}'
+
+It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from softfree.ops.kernels import launch
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+}
+ARCHITECTURE = 90
+
+
+def compile_instead(self: JITFunction, *args, grid, warmup, num_warps=4, num_stages=3, **kwargs):
+    """What ``kernel[grid](...)`` calls, with the launch left out."""
+    values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(self.params):
+        value = values[parameter.name]
+        kind = "constexpr"
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            kind = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            kind = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            kind = "fp32"
+        signature[parameter.name] = kind
+    compiled = triton.compile(
+        ASTSource(self, signature, constants, attributes),
+        target=GPUTarget("cuda", ARCHITECTURE, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    registers, spilled = assembled(compiled.asm["ptx"])
+    line = {
+        "name": self.__name__,
+        "shared": compiled.metadata.shared,
+        "registers": registers,
+        "spilled": spilled,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def assembled(ptx: str) -> tuple[int, int]:
+    """Registers a thread and bytes spilled, as NVIDIA's assembler (part of Triton) reports them."""
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        suffix = "a" if ARCHITECTURE >= 90 else ""
+        command = [
+            assembler,
+            "-v",
+            f"--gpu-name=sm_{ARCHITECTURE}{suffix}",
+            source,
+            "-o",
+            "/dev/null",
+        ]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill", log))
+    return int(re.search(r"Used (\d+) registers", log).group(1)), spilled
+
+
+def main(settings: dict) -> None:
+    global ARCHITECTURE
+    ARCHITECTURE = settings.pop("architecture", ARCHITECTURE)
+    JITFunction.run = compile_instead
+    dtype = getattr(torch, settings.get("dtype", "bfloat16"))
+    n, m, d = settings["n"], settings["m"], settings["d"]
+    d_v = settings.get("d_v", d)
+    cross = settings.get("cross", False)
+    masked = settings.get("masked", False)
+    q, v = torch.zeros(2, 2, n, d, dtype=dtype), torch.zeros(2, 2, n, d_v, dtype=dtype)
+    landmarks = torch.zeros(2, 2, m, d, dtype=dtype)
+    k = q.clone() if cross else None
+    masks = (torch.ones(2, n, dtype=torch.bool), torch.ones(2, m, dtype=torch.bool))
+    masks = masks if masked else (None, None)
+    _, inverse, u = launch.forward(q, k, v, landmarks, *masks, 0.2, True, 20, "halving", 0.0)
+    launch.backward(v, q, k, v, landmarks, *masks, inverse, u, 0.2, True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
