@@ -4,13 +4,15 @@ x        (batch, tokens, channels)
 size     (H, W) of the image behind the tokens, None for sequences
 mask     (batch, keys) bool, True for the tokens that may be attended to
 context  (batch, keys, channels), attend to these instead of ``x``; ``size`` and ``mask`` are then theirs
+
+An image may have tokens before its H * W: whatever exceeds them is a prefix (a class token).
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softfree.layers.landmarks import LandmarkSpec, Size, create_sampler
+from softfree.layers.landmarks import Landmarks, Size, create_sampler
 from softfree.ops import soft_attention
 from softfree.ops.attention import BACKENDS
 from softfree.ops.inverse import check_iteration
@@ -30,6 +32,7 @@ class SoftAttention(nn.Module):
             count, ``"conv:49"``, which makes the cost linear in the tokens at any size.
         stride: side of the window behind one landmark (its length, for sequences).
         value_conv: side of the depthwise convolution of V over the image (one filter a head); 0: none.
+            Cross-attention leaves it out, since there the values lie at other places than the queries.
         sequence: tokens are a sequence (``size=None``); ``value_conv`` then runs along it.
         normalize: SOFT++ (True) or SOFT (False).
         iterations, start, ridge, backend: see :func:`softfree.soft_attention`.
@@ -51,7 +54,7 @@ class SoftAttention(nn.Module):
         dim: int,
         num_heads: int = 8,
         *,
-        landmarks: str | int | tuple | LandmarkSpec = "conv",
+        landmarks: Landmarks = "conv",
         stride: int = 8,
         value_conv: int = 0,
         sequence: bool = False,
@@ -64,10 +67,7 @@ class SoftAttention(nn.Module):
         strict_landmarks: bool = True,
     ):
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
-            raise ValueError(
-                f"dim must be a multiple of num_heads, got dim={dim}, num_heads={num_heads}"
-            )
+        check_heads(dim, num_heads)
         if value_conv < 0 or (value_conv and value_conv % 2 == 0):
             raise ValueError(f"value_conv must be 0 or an odd number, got {value_conv}")
         if backend not in BACKENDS:
@@ -102,7 +102,8 @@ class SoftAttention(nn.Module):
         context: Tensor | None = None,
     ) -> Tensor:
         source = x if context is None else context
-        check_tokens(x, source, size, mask, self.qv.in_features, self.sequence)
+        check_tokens(x, source, mask, self.qv.in_features)
+        check_size(size, source.shape[1], self.sequence)
         q, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
         keys, values = q.transpose(1, 2), v.transpose(1, 2)
         landmarks, landmark_mask = self.sampler(keys, size, mask)
@@ -176,10 +177,7 @@ class SoftmaxAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int = 8, *, qkv_bias: bool = True):
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
-            raise ValueError(
-                f"dim must be a multiple of num_heads, got dim={dim}, num_heads={num_heads}"
-            )
+        check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
@@ -192,7 +190,7 @@ class SoftmaxAttention(nn.Module):
         context: Tensor | None = None,
     ) -> Tensor:
         source = x if context is None else context
-        check_tokens(x, source, None, mask, self.proj.in_features, sequence=True)
+        check_tokens(x, source, mask, self.proj.in_features)
         heads = (self.num_heads, -1)
         q, k, v = self.qkv(source).chunk(3, -1)
         if context is not None:
@@ -205,26 +203,54 @@ class SoftmaxAttention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
-def check_tokens(
-    x: Tensor, source: Tensor, size: Size, mask: Tensor | None, dim: int, sequence: bool
-) -> None:
-    """Raise where a layer's input cannot be meant."""
-    for name, tokens in (("x", x), ("context", source)):
-        if tokens.ndim != 3 or tokens.shape[2] != dim:
-            raise ValueError(
-                f"{name} must have shape (batch, tokens, {dim}), got {tuple(tokens.shape)}"
-            )
-    if not sequence:
-        if size is None:
-            raise ValueError(
-                "size must be (H, W) for images; build the layer with sequence=True for none"
-            )
-        if isinstance(source.shape[1], int) and source.shape[1] < size[0] * size[1]:
-            raise ValueError(
-                f"size {tuple(size)} asks for {size[0] * size[1]} tokens, got {source.shape[1]}"
-            )
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != source.shape[:2]):
+def check_heads(dim: int, num_heads: int) -> None:
+    """Raise if ``dim`` channels can't be shared out among ``num_heads``."""
+    if dim < 1 or num_heads < 1 or dim % num_heads:
         raise ValueError(
-            f"mask must be bool of shape {tuple(source.shape[:2])}, True for real tokens, "
-            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"dim must be a multiple of num_heads, got dim={dim}, num_heads={num_heads}"
+        )
+
+
+def check_tokens(x: Tensor, source: Tensor, mask: Tensor | None, dim: int) -> None:
+    """Raise if ``x``, the tokens attended to (``x`` itself or a context) or their mask can't be meant."""
+    for name, tokens in (("x", x), ("context", source)):
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tokens).__name__}")
+        if tokens.ndim != 3 or tokens.shape[2] != dim or tokens.shape[1] == 0:
+            raise ValueError(
+                f"{name} must have shape (batch, tokens, {dim}) with at least one token, "
+                f"got {tuple(tokens.shape)}"
+            )
+    if source.shape[0] != x.shape[0]:
+        raise ValueError(f"context must have x's batch {x.shape[0]}, got {source.shape[0]}")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a bool tensor, True for real tokens, got {given}")
+    if mask.shape != source.shape[:2]:
+        raise ValueError(
+            f"mask must have shape {tuple(source.shape[:2])}, one value a token, "
+            f"got {tuple(mask.shape)}"
+        )
+
+
+def check_size(size: Size, tokens: int, sequence: bool) -> None:
+    """Raise unless ``size`` is that of an image of at most ``tokens`` (None for sequences)."""
+    if sequence:
+        if size is not None:
+            raise ValueError(f"size must be None with sequence=True, got {size!r}")
+        return
+    if size is None:
+        raise ValueError(
+            "size must be (H, W) for images; build the layer with sequence=True for none"
+        )
+    if len(size) != 2:
+        raise ValueError(f"size must be (H, W), got {size!r}")
+    # Sizes an exporter does not know are not compared: that would fix the program to them.
+    if all(isinstance(n, int) for n in (*size, tokens)) and not (
+        min(size) > 0 and size[0] * size[1] <= tokens
+    ):
+        raise ValueError(
+            f"size must be (H, W) of at most the {tokens} tokens given, got {tuple(size)}"
         )

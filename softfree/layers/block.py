@@ -1,6 +1,7 @@
 """Transformer blocks: an attention and an MLP, each with a residual and a norm."""
 
 from functools import partial
+from typing import Any
 
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class Block(nn.Module):
         exact_gelu: bool = False,
     ):
         super().__init__()
-        act_layer = nn.GELU if exact_gelu else partial(nn.GELU, approximate="tanh")
+        act_layer: Any = partial(nn.GELU, approximate="none" if exact_gelu else "tanh")
         self.pre_norm = pre_norm
         self.attn = attention
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
@@ -80,7 +81,7 @@ class SoftBlock(Block):
         proj_drop: float = 0.0,
         pre_norm: bool = False,
         norm_eps: float = 1e-5,
-        **attention,
+        **attention: Any,
     ):
         super().__init__(
             dim,

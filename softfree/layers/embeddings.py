@@ -51,7 +51,7 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, grid: tuple[int, int], dim: int, prefix: int = 0):
         super().__init__()
-        self.grid = tuple(grid)
+        self.grid = (grid[0], grid[1])
         self.prefix = prefix
         self.weight = nn.Parameter(torch.empty(1, prefix + grid[0] * grid[1], dim))
         self.reset_parameters()
@@ -64,7 +64,8 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """Add the positions to tokens (batch, prefix + H * W, dim)."""
-        weight = self.weight
+        weight: Tensor = self.weight
+        # An exported program must resize at every size, also if the example has the learned one.
         if torch.compiler.is_exporting() or tuple(size) != self.grid:
             weight = resize_positions(weight, self.grid, size, self.prefix)
         return x + weight.to(x.dtype)

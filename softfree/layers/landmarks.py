@@ -11,7 +11,8 @@ Tokens before the ``H * W`` image tokens (a class token) are prefix tokens.
 """
 
 import math
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,41 +25,52 @@ SAMPLERS: tuple[SamplerName, ...] = ("conv", "average", "random", "first")
 DEFAULT_COUNT = 49
 
 
-class LandmarkSpec(NamedTuple):
+@dataclass(frozen=True)
+class LandmarkSpec:
     """Which sampler, and how many landmarks at most; ``count=None`` lets them grow with the input."""
 
     sampler: SamplerName = "conv"
     count: int | None = None
 
     @classmethod
-    def parse(cls, value: "str | int | tuple | LandmarkSpec") -> "LandmarkSpec":
+    def parse(cls, value: "Landmarks") -> "LandmarkSpec":
         """``"conv"``, ``"average:49"``, ``("conv", 49)`` or ``49`` (that many, by convolution)."""
+        if isinstance(value, LandmarkSpec):
+            return value
+        sampler: Any
+        count: Any
         if isinstance(value, int) and not isinstance(value, bool):
-            value = ("conv", value)
+            sampler, count = "conv", value
         elif isinstance(value, str):
-            name, colon, count = value.partition(":")
-            if colon and not count.isdigit():
+            sampler, colon, digits = value.partition(":")
+            if colon and not digits.isdecimal():
                 raise ValueError(
                     f"landmarks: the count after ':' must be a whole number, got {value!r}"
                 )
-            value = (name, int(count) if colon else None)
-        if not isinstance(value, tuple | list) or len(value) != 2:
+            count = int(digits) if colon else None
+        elif isinstance(value, tuple | list) and len(value) == 2:
+            sampler, count = value
+        else:
             raise ValueError(
                 "landmarks must be a sampler name, 'name:count', (name, count) or a count, "
                 f"got {value!r}"
             )
-        sampler, count = value
         if sampler not in SAMPLERS:
             raise ValueError(
                 f"landmarks: sampler must be one of {', '.join(map(repr, SAMPLERS))}, got {sampler!r}"
             )
-        if count is not None and (not isinstance(count, int) or count < 1):
+        if count is not None and (
+            not isinstance(count, int) or isinstance(count, bool) or count < 1
+        ):
             raise ValueError(f"landmarks: count must be an integer >= 1 or None, got {count!r}")
         return cls(sampler, count)
 
 
+Landmarks = str | int | tuple[str, int | None] | LandmarkSpec
+
+
 def create_sampler(
-    spec: "str | int | tuple | LandmarkSpec",
+    spec: Landmarks,
     head_dim: int,
     stride: int,
     *,
@@ -75,7 +87,8 @@ def create_sampler(
         strict: "random" and "first" raise when there are fewer tokens than landmarks; else they take
             all there are.
     """
-    sampler, count = LandmarkSpec.parse(spec)
+    parsed = LandmarkSpec.parse(spec)
+    sampler, count = parsed.sampler, parsed.count
     if stride < 1:
         raise ValueError(f"stride must be >= 1, got {stride}")
     if sampler == "conv":
@@ -116,15 +129,16 @@ class _WindowLandmarks(nn.Module):
             q[:, :, prefix:], None if mask is None else mask[:, prefix:], grid, stride
         )
         landmarks = self.reduce(windows, valid)
-        landmark_mask = None if mask is None else valid.any(-1)
+        landmark_mask = None if mask is None or valid is None else valid.any(-1)
         if self.count is not None:
             landmarks, landmark_mask = _pool(landmarks, landmark_mask, counts, self.count)
         if prefix and self.stride == 1:
             valid = None if mask is None else mask[:, :prefix, None]
             first = self.reduce(q[:, :, :prefix, None], valid)
             landmarks = torch.cat([first, landmarks], 2)
-            if mask is not None:
-                landmark_mask = torch.cat([mask[:, :prefix], landmark_mask], 1)
+            if landmark_mask is not None:
+                present = landmark_mask.new_ones(q.shape[0], prefix) if mask is None else mask
+                landmark_mask = torch.cat([present[:, :prefix], landmark_mask], 1)
         return landmarks, landmark_mask
 
 
@@ -200,7 +214,10 @@ class ConvLandmarks(_WindowLandmarks):
 
 
 class _TokenLandmarks(nn.Module):
-    """Samplers that choose ``count`` of the tokens, the same ones for every sample and head."""
+    """Samplers that choose ``count`` of the tokens, the same ones for every head.
+
+    With a mask they choose among each sample's real tokens, all of them where there are fewer.
+    """
 
     def __init__(self, count: int, *, strict: bool = True):
         super().__init__()
@@ -210,8 +227,8 @@ class _TokenLandmarks(nn.Module):
     def extra_repr(self) -> str:
         return f"count={self.count}"
 
-    def choose(self, tokens: int, count: int, device: torch.device) -> Tensor:
-        """``count`` different positions below ``tokens``."""
+    def choose(self, tokens: int | Tensor, count: int, device: torch.device) -> Tensor:
+        """``count`` different positions below ``tokens``, rising; a row each if ``tokens`` is (batch, 1)."""
         raise NotImplementedError("a token sampler chooses positions")
 
     def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
@@ -221,15 +238,22 @@ class _TokenLandmarks(nn.Module):
                 f"landmarks: {self.count} of the tokens were asked for, but there are only {tokens}; "
                 f"give a count of at most {tokens}"
             )
-        chosen = self.choose(tokens, min(self.count, tokens), q.device)
-        return q[:, :, chosen], None if mask is None else mask[:, chosen]
+        count = _smaller(self.count, tokens)
+        if mask is None:
+            return q[:, :, self.choose(tokens, count, q.device)], None
+        real = mask.sum(1, keepdim=True)
+        ranks = self.choose(real.clamp(min=count), count, q.device)
+        real_first = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+        chosen = real_first.gather(1, ranks)
+        return q.take_along_dim(chosen[:, None, :, None], 2), ranks < real
 
 
 class FirstLandmarks(_TokenLandmarks):
     """The first ``count`` tokens (the papers' "biased" sampling)."""
 
-    def choose(self, tokens: int, count: int, device: torch.device) -> Tensor:
-        return torch.arange(count, device=device)
+    def choose(self, tokens: int | Tensor, count: int, device: torch.device) -> Tensor:
+        ranks = torch.arange(count, device=device)
+        return ranks.expand(tokens.shape[0], -1) if isinstance(tokens, Tensor) else ranks
 
 
 class RandomLandmarks(_TokenLandmarks):
@@ -238,6 +262,8 @@ class RandomLandmarks(_TokenLandmarks):
     Drawn anew at every training step; in evaluation the draw is fixed, so that results repeat.
     """
 
+    fixed: Tensor
+
     def __init__(self, count: int, *, strict: bool = True):
         super().__init__(count, strict=strict)
         generator = torch.Generator().manual_seed(0)
@@ -245,9 +271,12 @@ class RandomLandmarks(_TokenLandmarks):
             "fixed", torch.rand(count, generator=generator, device="cpu"), persistent=False
         )
 
-    def choose(self, tokens: int, count: int, device: torch.device) -> Tensor:
-        offset = torch.rand(count, device=device) if self.training else self.fixed[:count]
-        return ((torch.arange(count, device=device) + offset) * (tokens / count)).long()
+    def choose(self, tokens: int | Tensor, count: int, device: torch.device) -> Tensor:
+        within = torch.rand(count, device=device) if self.training else self.fixed[:count]
+        bounds = torch.arange(count + 1, device=device) * tokens // count
+        first, length = bounds[..., :-1], bounds.diff()
+        # The bound matters where a product just below the length is rounded up to it.
+        return first + torch.minimum((within * length).long(), length - 1)
 
 
 def _windows(
@@ -287,38 +316,50 @@ def _is_positive(amount: int) -> bool:
     return not isinstance(amount, int) or amount > 0
 
 
+def _smaller(a: int, b: int) -> int:
+    # The compiler takes min alone, and the exporter sym_min alone without fixing the program to a size.
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
+
+
 def _pool(landmarks: Tensor, mask: Tensor | None, grid: tuple[int, int], count: int) -> Sampled:
     """Adaptive average pooling of a grid of landmarks to at most ``count``, masked ones left out."""
     rows, columns = grid
-    if isinstance(rows, int) and rows == 1:
-        target = (1, count)
-    else:
-        target = (math.isqrt(count), count // math.isqrt(count))
-    if all(isinstance(n, int) for n in grid) and rows <= target[0] and columns <= target[1]:
-        return landmarks, mask
+    known = isinstance(rows, int) and isinstance(columns, int)
+    target = (math.isqrt(count), count // math.isqrt(count))
+    if known:
+        if rows == 1:
+            target = (1, count)
+        target = (min(rows, target[0]), min(columns, target[1]))
+        if target == grid:
+            return landmarks, mask
+    elif mask is None:
+        # How many bins a size leaves empty is not known before an exported program runs.
+        mask = landmarks.new_ones(rows * columns, dtype=torch.bool).expand(landmarks.shape[0], -1)
     down = _pooling_matrix(rows, target[0], landmarks)
     across = _pooling_matrix(columns, target[1], landmarks)
-    landmarks = landmarks.unflatten(2, (rows, columns))
+    landmarks = landmarks.unflatten(2, grid)
     if mask is None:
         pooled = torch.einsum("ah,bnhwd,cw->bnacd", down, landmarks, across)
         return pooled.flatten(2, 3), None
-    weight = mask.unflatten(1, (rows, columns)).to(landmarks.dtype)
-    landmarks = torch.where(mask.unflatten(1, (rows, columns))[:, None, ..., None], landmarks, 0)
+    mask = mask.unflatten(1, grid)
+    landmarks = torch.where(mask[:, None, ..., None], landmarks, 0)
     pooled = torch.einsum("ah,bnhwd,cw->bnacd", down, landmarks, across)
-    present = torch.einsum("ah,bhw,cw->bac", down, weight, across)
-    pooled = pooled / present.clamp(min=torch.finfo(present.dtype).tiny)[:, None, ..., None]
+    present = torch.einsum("ah,bhw,cw->bac", down, mask.to(landmarks.dtype), across)
+    pooled = pooled / torch.where(present > 0, present, 1)[:, None, ..., None]
     return pooled.flatten(2, 3), (present > 0).flatten(1)
 
 
 def _pooling_matrix(length: int, bins: int, like: Tensor) -> Tensor:
-    """Adaptive average pooling of ``length`` values to ``min(length, bins)`` as a matrix.
+    """Adaptive average pooling of ``length`` values as a matrix (bins, length).
 
     Bin i covers the values from floor(i length / bins) to ceil((i + 1) length / bins), as in
-    ``F.adaptive_avg_pool1d``; written as a product it works at sizes an exporter does not know.
+    ``F.adaptive_avg_pool1d``; written as a product it works at sizes an exporter does not know. Of more
+    bins than values the first take one value each and the others none.
     """
-    bins = torch.sym_min(length, bins)
-    first = torch.arange(bins, device=like.device) * length // bins
-    last = ((torch.arange(bins, device=like.device) + 1) * length + bins - 1) // bins
+    used = _smaller(length, bins)
+    index = torch.arange(bins, device=like.device)
+    first = index * length // used
+    last = ((index + 1) * length + used - 1) // used
     position = torch.arange(length, device=like.device)
     inside = (position >= first[:, None]) & (position < last[:, None])
     return inside.to(like.dtype) / (last - first)[:, None]

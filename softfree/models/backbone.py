@@ -1,13 +1,15 @@
 """What every softfree backbone offers timm, beside its own layers: a classifier and intermediate maps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from timm.layers import trunc_normal_
+from timm.layers import to_2tuple, trunc_normal_
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 POOLS = ("token", "avg", "")
+ImageSize = int | tuple[int, int]
 
 
 class Backbone(nn.Module):
@@ -19,6 +21,7 @@ class Backbone(nn.Module):
 
     num_prefix_tokens = 0
     norm: nn.Module
+    feature_info: list[dict[str, Any]]
 
     def init_classifier(
         self, num_features: int, num_classes: int, global_pool: str, drop_rate: float
@@ -35,13 +38,14 @@ class Backbone(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def iterate_features(self, x: Tensor):
+    def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Yield (tokens, size) after each part that counts as a feature, in order."""
         raise NotImplementedError("a backbone yields its features")
 
     @property
     def num_feature_parts(self) -> int:
-        return len(self.feature_info)
+        """How many features :meth:`iterate_features` yields."""
+        raise NotImplementedError("a backbone knows its parts")
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -68,9 +72,8 @@ class Backbone(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Image (batch, in_chans, H, W) to the last tokens, (batch, prefix + h * w, channels)."""
-        tokens = x
-        for tokens, _ in self.iterate_features(x):
-            pass
+        for tokens_and_size in self.iterate_features(x):
+            tokens = tokens_and_size[0]
         return self.norm(tokens)
 
     def pool(self, tokens: Tensor) -> Tensor:
@@ -110,7 +113,7 @@ class Backbone(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         parts = self.num_feature_parts
-        take, last = feature_take_indices(parts, indices)
+        take, last = _take_indices(parts, indices)
         found: dict[int, Tensor] = {}
         tokens = x
         for index, (tokens, size) in enumerate(self.iterate_features(x)):
@@ -131,11 +134,10 @@ class Backbone(nn.Module):
         self, x: Tensor, n: int | Sequence[int] = 1, reshape: bool = False, norm: bool = False
     ) -> tuple[Tensor, ...]:
         """The last ``n`` features (or those listed): tokens, or maps with ``reshape``."""
-        return tuple(
-            self.forward_intermediates(
-                x, n, norm=norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True
-            )
+        _, intermediates = self.forward_intermediates(
+            x, n, norm=norm, stop_early=True, output_fmt="NCHW" if reshape else "NLC"
         )
+        return tuple(intermediates)
 
     def prune_intermediate_layers(
         self,
@@ -144,9 +146,11 @@ class Backbone(nn.Module):
         prune_head: bool = True,
     ) -> list[int]:
         """Drop what features at ``indices`` do not need, so that no parameter stays unused."""
-        take, last = feature_take_indices(self.num_feature_parts, indices)
+        parts = self.num_feature_parts
+        take, last = _take_indices(parts, indices)
         self.prune_after(last)
-        if prune_norm:
+        # The norm is that of the last part, and of no use to the others.
+        if prune_norm or last < parts - 1:
             self.norm = nn.Identity()
         if prune_head:
             self.reset_classifier(0, "")
@@ -155,6 +159,21 @@ class Backbone(nn.Module):
     def prune_after(self, last: int) -> None:
         """Drop the parts after number ``last``."""
         raise NotImplementedError("a backbone knows its parts")
+
+
+def _take_indices(parts: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
+    """The parts asked for, counted from 0, and the last of them."""
+    return feature_take_indices(
+        parts, indices if indices is None or isinstance(indices, int) else list(indices)
+    )
+
+
+def parse_img_size(img_size: ImageSize) -> tuple[int, int]:
+    """``img_size`` as (height, width)."""
+    size = to_2tuple(img_size)
+    if len(size) != 2 or min(size) < 1:
+        raise ValueError(f"img_size must be a side or (height, width), at least 1, got {img_size}")
+    return size
 
 
 def to_map(tokens: Tensor, size: tuple[int, int]) -> Tensor:

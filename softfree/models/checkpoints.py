@@ -1,7 +1,11 @@
 """Reading weights: the authors' released checkpoints, and ours at another image size."""
 
+import argparse
+import math
 import re
+from collections.abc import Container
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,39 +14,29 @@ from softfree.layers.embeddings import PositionEmbedding, resize_positions
 
 _NESTED = ("model", "state_dict")
 
-# The authors' names, first match wins; {0}, {1} are the numbers found, counted from 0 where they count
-# stages from 1.
-_RELEASE_NAMES = [
-    (r"patch_embed1\.proj\.0\.(.*)", "stem.0.conv.{0}"),
-    (r"patch_embed1\.proj\.1\.(.*)", "stem.0.bn.{0}"),
-    (r"patch_embed1\.proj\.3\.(.*)", "stem.1.conv.{0}"),
-    (r"patch_embed1\.proj\.4\.(.*)", "stem.1.bn.{0}"),
-    (r"patch_embed1\.proj\.6\.(.*)", "stem.2.conv.{0}"),
-    (r"patch_embed1\.proj\.7\.(.*)", "stem.2.bn.{0}"),
-    (r"patch_embed(\d)\.proj\.0\.(.*)", "downsamples.{stage-1}.conv.{1}"),
-    (r"patch_embed(\d)\.proj\.1\.(.*)", "downsamples.{stage-1}.bn.{1}"),
-    (r"pos_embed(\d)", "stages.{stage}.pos_embed.weight"),
-    (r"cls_token", "stages.3.cls_token"),
-    (r"block(\d)\.(\d+)\.att\.mha\.W_q\.(.*)", "stages.{stage}.blocks.{1}.attn.q.{2}"),
-    (r"block(\d)\.(\d+)\.att\.mha\.W_v\.(.*)", "stages.{stage}.blocks.{1}.attn.v.{2}"),
-    (r"block(\d)\.(\d+)\.att\.mha\.ff\.(.*)", "stages.{stage}.blocks.{1}.attn.proj.{2}"),
-    (
-        r"block(\d)\.(\d+)\.att\.mha\.attn\.Qlandmark_op\.(.*)",
-        "stages.{stage}.blocks.{1}.attn.sampler.{2}",
-    ),
-    (
-        r"block(\d)\.(\d+)\.att\.mha\.attn\.Qnorm_act\.0\.(.*)",
-        "stages.{stage}.blocks.{1}.attn.sampler.norm.{2}",
-    ),
-    (
-        r"block(\d)\.(\d+)\.att\.mha\.attn\.conv\.(.*)",
-        "stages.{stage}.blocks.{1}.attn.value_conv.{2}",
-    ),
-    (r"block(\d)\.(\d+)\.att\.ff1\.(.*)", "stages.{stage}.blocks.{1}.mlp.fc1.{2}"),
-    (r"block(\d)\.(\d+)\.att\.ff2\.(.*)", "stages.{stage}.blocks.{1}.mlp.fc2.{2}"),
-    (r"block(\d)\.(\d+)\.att\.(norm[12])\.(.*)", "stages.{stage}.blocks.{1}.{2}.{3}"),
-    (r"block(\d)\.(\d+)\.(.*)", "stages.{stage}.blocks.{1}.{2}"),
-]
+# Modules of a block: our name, and the authors' names with the parts of our rows that are theirs.
+_SOFT_BLOCK = {
+    "attn.qv": (("att.mha.W_q", 1), ("att.mha.W_v", 1)),
+    "attn.proj": (("att.mha.ff", 1),),
+    "attn.sampler": (("att.mha.attn.Qlandmark_op", 1),),
+    "attn.sampler.norm": (("att.mha.attn.Qnorm_act.0", 1),),
+    "attn.value_conv": (("att.mha.attn.conv", 1),),
+    "mlp.fc1": (("att.ff1", 1),),
+    "mlp.fc2": (("att.ff2", 1),),
+    "norm1": (("att.norm1", 1),),
+    "norm2": (("att.norm2", 1),),
+}
+_SOFTMAX_BLOCK = {"attn.qkv": (("attn.q", 1), ("attn.kv", 2))}
+
+
+class _Piece(NamedTuple):
+    """A tensor of a file that makes up, alone or stacked with others, one tensor of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+_Layout = dict[str, list[_Piece]]
 
 
 def load_release_checkpoint(model: nn.Module, path: str | Path) -> nn.Module:
@@ -64,14 +58,16 @@ def load_release_checkpoint(model: nn.Module, path: str | Path) -> nn.Module:
             unexpected or of another shape. The model is then unchanged.
     """
     path = Path(path)
-    state = filter_checkpoint(read_state_dict(path), model)
-    expected = model.state_dict()
+    state = read_state_dict(path)
+    layout = _layout(state, model)
+    state = _resize_positions(state, layout, model)
+    expected = {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
     missing = sorted(expected.keys() - state.keys())
     unexpected = sorted(state.keys() - expected.keys())
     other_shape = [
-        f"{key}: {tuple(state[key].shape)} in the file, {tuple(expected[key].shape)} in the model"
-        for key in sorted(expected.keys() & state.keys())
-        if state[key].shape != expected[key].shape
+        f"{name}: {tuple(state[name].shape)} in the file, {expected[name]} in the model"
+        for name in sorted(expected.keys() & state.keys())
+        if state[name].shape != expected[name]
     ]
     problems = [
         f"{title}:\n  " + "\n  ".join(keys)
@@ -87,7 +83,7 @@ def load_release_checkpoint(model: nn.Module, path: str | Path) -> nn.Module:
             f"{path} does not fit this {type(model).__name__}: is it the right size, and the release "
             "variant (soft_tiny_release, ...)?\n" + "\n".join(problems)
         )
-    model.load_state_dict(state)
+    model.load_state_dict(_assemble(state, layout))
     return model
 
 
@@ -95,6 +91,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     """The weights in a file, without nesting or ``"module."`` prefix."""
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
+    state: Any
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -105,7 +102,9 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     else:
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            # Training scripts like to store their arguments beside the weights: plain data, no code.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises whatever its unpickler met
             raise ValueError(
                 f"{path} can't be read as weights alone ({error}); files that need more than that are "
@@ -123,57 +122,81 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def filter_checkpoint(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Weights under this model's names: the authors' keys mapped, positions at the model's size."""
-    if "pos_embed1" in state or any(key.startswith("block1.") for key in state):
-        state = _from_release(state)
+    """Weights under this model's names: the authors' keys mapped, positions at the model's size.
+
+    What does not fit is left as it is, for the loader to complain about.
+    """
+    layout = _layout(state, model)
+    return _assemble(_resize_positions(state, layout, model), layout)
+
+
+def _layout(state: dict[str, Tensor], model: nn.Module) -> _Layout:
+    """What a file is to hold, by the model's names: in the authors' layout if ``state`` is, or in ours."""
     expected = model.state_dict()
-    for name, module in model.named_modules():
-        key = f"{name}.weight"
-        if not isinstance(module, PositionEmbedding) or key not in state:
+    release = any(key.startswith(("patch_embed1.", "pos_embed1", "block1.")) for key in state)
+    layout: _Layout = {}
+    for key, tensor in expected.items():
+        names = _release_names(key, expected) if release else ((key, 1),)
+        parts = sum(part for _, part in names)
+        layout[key] = [
+            _Piece(
+                name,
+                (tensor.shape[0] * part // parts, *tensor.shape[1:])
+                if parts > 1
+                else tuple(tensor.shape),
+            )
+            for name, part in names
+        ]
+    return layout
+
+
+def _release_names(key: str, keys: Container[str]) -> tuple[tuple[str, int], ...]:
+    """The authors' names of our ``key``, each with its part of the rows; ``keys`` are all of ours."""
+    if match := re.fullmatch(r"stem\.(\d)\.(conv|bn)\.(\w+)", key):
+        step = 3 * int(match[1]) + (match[2] == "bn")
+        return ((f"patch_embed1.proj.{step}.{match[3]}", 1),)
+    if match := re.fullmatch(r"downsamples\.(\d)\.(conv|bn)\.(\w+)", key):
+        step = int(match[2] == "bn")
+        return ((f"patch_embed{int(match[1]) + 2}.proj.{step}.{match[3]}", 1),)
+    if match := re.fullmatch(r"stages\.(\d)\.pos_embed\.weight", key):
+        return ((f"pos_embed{int(match[1]) + 1}", 1),)
+    if match := re.fullmatch(r"stages\.\d\.cls_token", key):
+        return (("cls_token", 1),)
+    if match := re.fullmatch(r"stages\.(\d)\.blocks\.(\d+)\.(.+)\.(\w+)", key):
+        stage, block, module, kind = match.groups()
+        softmax = f"stages.{stage}.blocks.{block}.attn.qkv.weight" in keys
+        names = (_SOFTMAX_BLOCK if softmax else _SOFT_BLOCK).get(module, ((module, 1),))
+        return tuple((f"block{int(stage) + 1}.{block}.{name}.{kind}", part) for name, part in names)
+    return ((key, 1),)
+
+
+def _resize_positions(
+    state: dict[str, Tensor], layout: _Layout, model: nn.Module
+) -> dict[str, Tensor]:
+    """``state`` with position embeddings of a square grid resized to the model's."""
+    state = dict(state)
+    for module_name, module in model.named_modules():
+        if not isinstance(module, PositionEmbedding):
             continue
-        given, wanted = state[key], expected[key]
-        side = round((given.shape[1] - module.prefix) ** 0.5)
-        same_grid = given.shape[1] == wanted.shape[1]
-        if not same_grid and side * side == given.shape[1] - module.prefix:
-            state = {
-                **state,
-                key: resize_positions(given, (side, side), module.grid, module.prefix),
-            }
+        key = f"{module_name}.weight"
+        (piece,) = layout[key]
+        given = state.get(piece.name)
+        if given is None or given.ndim != 3:
+            continue
+        # The authors' grids are all square. Ours need not be: one of as many positions is taken as it is.
+        authors = piece.name != key
+        side = math.isqrt(max(0, given.shape[1] - module.prefix))
+        square = side > 0 and side * side == given.shape[1] - module.prefix
+        if square and (authors or given.shape[1] != piece.shape[1]) and module.grid != (side, side):
+            state[piece.name] = resize_positions(given, (side, side), module.grid, module.prefix)
     return state
 
 
-def _from_release(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    renamed = {_rename(key): tensor for key, tensor in state.items()}
-    merged: dict[str, Tensor] = {}
-    for key, tensor in renamed.items():
-        if match := re.fullmatch(r"(.*\.attn)\.q\.(weight|bias)", key):
-            prefix, kind = match.groups()
-            partners = [("v", "qv"), ("kv", "qkv")]
-            for partner, together in partners:
-                other = renamed.get(f"{prefix}.{partner}.{kind}")
-                if other is not None:
-                    merged[f"{prefix}.{together}.{kind}"] = torch.cat([tensor, other])
-                    break
-            else:
-                merged[key] = tensor
-        elif re.fullmatch(r".*\.attn\.k?v\.(weight|bias)", key):
-            query = re.sub(r"\.k?v\.(weight|bias)$", r".q.\1", key)
-            if query not in renamed:
-                merged[key] = tensor
-        elif key.endswith("sampler.weight") and tensor.ndim == 2:
-            merged[key] = tensor[..., None, None]  # their 1x1 sampling is a linear layer
-        else:
-            merged[key] = tensor
-    return merged
-
-
-def _rename(key: str) -> str:
-    for pattern, target in _RELEASE_NAMES:
-        if match := re.fullmatch(pattern, key):
-            groups = list(match.groups())
-            stage = int(groups[0]) - 1 if groups and groups[0].isdigit() else 0
-            target = target.replace("{stage-1}", str(stage - 1)).replace("{stage}", str(stage))
-            for i, group in enumerate(groups):
-                target = target.replace(f"{{{i}}}", group)
-            return target
-    return key
+def _assemble(state: dict[str, Tensor], layout: _Layout) -> dict[str, Tensor]:
+    """The tensors of a file under the model's names; those it has no use for keep theirs."""
+    assembled = dict(state)
+    for key, pieces in layout.items():
+        if all(piece.name in state for piece in pieces):
+            tensors = [assembled.pop(piece.name) for piece in pieces]
+            assembled[key] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return assembled

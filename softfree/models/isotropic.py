@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.layers import calculate_drop_path_rates
+from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
 from softfree.layers.block import SoftBlock
 from softfree.layers.embeddings import PositionEmbedding
-from softfree.layers.landmarks import LandmarkSpec
-from softfree.models.backbone import Backbone, to_tokens
-from softfree.models.checkpoints import filter_checkpoint
-from softfree.models.pyramid import SOFT, SOFTPP, _cfg
+from softfree.layers.landmarks import Landmarks
+from softfree.models.backbone import Backbone, ImageSize, parse_img_size, to_tokens
+from softfree.models.registry import SOFT, SOFTPP, default_cfg, register
 
 
 class SoftVisionTransformer(Backbone):
@@ -35,7 +34,7 @@ class SoftVisionTransformer(Backbone):
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
+        img_size: ImageSize = 224,
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "avg",
@@ -43,7 +42,7 @@ class SoftVisionTransformer(Backbone):
         embed_dim: int = 384,
         num_heads: int = 12,
         depth: int = 12,
-        landmarks: str | int | tuple | LandmarkSpec = "conv",
+        landmarks: Landmarks = "conv",
         stride: int = 2,
         value_conv: int = 3,
         normalize: bool = True,
@@ -57,7 +56,7 @@ class SoftVisionTransformer(Backbone):
         drop_path_rate: float = 0.0,
     ):
         super().__init__()
-        height, width = to_2tuple(img_size)
+        height, width = parse_img_size(img_size)
         self.in_chans = in_chans
         self.patch_size = patch_size
         self.grad_checkpointing = False
@@ -65,6 +64,7 @@ class SoftVisionTransformer(Backbone):
         self.pos_embed = PositionEmbedding(
             (-(-height // patch_size), -(-width // patch_size)), embed_dim
         )
+        rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.ModuleList(
             SoftBlock(
                 embed_dim,
@@ -82,7 +82,7 @@ class SoftVisionTransformer(Backbone):
                 backend=backend,
                 strict_landmarks=False,
             )
-            for rate in calculate_drop_path_rates(drop_path_rate, depth)
+            for rate in rates
         )
         self.feature_info = [
             dict(num_chs=embed_dim, reduction=patch_size, module=f"blocks.{i}")
@@ -126,29 +126,7 @@ class SoftVisionTransformer(Backbone):
 
 MODEL_ARGUMENTS = {"soft_vit_small": SOFT, "softpp_vit_small": SOFTPP}
 default_cfgs = generate_default_cfgs(
-    {f"{name}.untrained": _cfg(first_conv="patch_embed") for name in MODEL_ARGUMENTS}
+    {f"{name}.untrained": default_cfg(first_conv="patch_embed") for name in MODEL_ARGUMENTS}
 )
-
-
-def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> SoftVisionTransformer:
-    out_indices = kwargs.pop("out_indices", 3)
-    return build_model_with_cfg(
-        SoftVisionTransformer,
-        name,
-        pretrained,
-        pretrained_filter_fn=filter_checkpoint,
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
-        **{**MODEL_ARGUMENTS[name], **kwargs},
-    )
-
-
-@register_model
-def soft_vit_small(pretrained: bool = False, **kwargs: Any) -> SoftVisionTransformer:
-    """Isotropic SOFT: 16 x 16 patches, 12 layers of 384 channels and 12 heads."""
-    return _create("soft_vit_small", pretrained, kwargs)
-
-
-@register_model
-def softpp_vit_small(pretrained: bool = False, **kwargs: Any) -> SoftVisionTransformer:
-    """Isotropic SOFT++: 16 x 16 patches, 12 layers of 384 channels and 12 heads."""
-    return _create("softpp_vit_small", pretrained, kwargs)
+for _name, _arguments in MODEL_ARGUMENTS.items():
+    register(SoftVisionTransformer, _name, _arguments, default_out_indices=3)

@@ -9,21 +9,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from timm.layers import calculate_drop_path_rates, to_2tuple, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import calculate_drop_path_rates, trunc_normal_
+from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention, SoftmaxAttention
 from softfree.layers.block import Block
 from softfree.layers.embeddings import PositionEmbedding, downsample, stem
-from softfree.layers.landmarks import LandmarkSpec
-from softfree.models.backbone import Backbone, to_map, to_tokens
-from softfree.models.checkpoints import filter_checkpoint
-
-# Settings of the operator that tell SOFT from SOFT++, as in the authors' code.
-SOFT: dict[str, Any] = dict(normalize=False, start="scaled", ridge=0.01)
-SOFTPP: dict[str, Any] = dict(normalize=True, start="halving", ridge=0.0)
+from softfree.layers.landmarks import Landmarks
+from softfree.models.backbone import Backbone, ImageSize, parse_img_size, to_map, to_tokens
+from softfree.models.registry import SOFT, SOFTPP, default_cfg, register
 
 STAGES = 4
 
@@ -47,22 +42,12 @@ class Stage(nn.Module):
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
         x = self.pos_embed(x, size)
-        if self.grad_checkpointing and torch.is_grad_enabled() and not torch.jit.is_scripting():
-            return checkpoint_seq([_AtSize(block, size) for block in self.blocks], x)
         for block in self.blocks:
-            x = block(x, size)
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, size)
+            else:
+                x = block(x, size)
         return x
-
-
-class _AtSize:
-    """A block with its second argument filled in, for checkpoint_seq."""
-
-    def __init__(self, block: nn.Module, size: tuple[int, int]):
-        self.block = block
-        self.size = size
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.block(x, self.size)
 
 
 class SoftPyramid(Backbone):
@@ -89,14 +74,14 @@ class SoftPyramid(Backbone):
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
+        img_size: ImageSize = 224,
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "token",
         embed_dims: Sequence[int] = (64, 128, 320, 512),
         num_heads: Sequence[int] = (2, 4, 10, 16),
         depths: Sequence[int] = (2, 2, 5, 2),
-        landmarks: str | int | tuple | LandmarkSpec = "conv",
+        landmarks: Landmarks = "conv",
         strides: Sequence[int] = (8, 4, 2, 1),
         value_convs: Sequence[int] = (9, 5, 3, 3),
         overlap: bool = True,
@@ -126,11 +111,9 @@ class SoftPyramid(Backbone):
         self.downsamples = nn.ModuleList(
             downsample(embed_dims[i], embed_dims[i + 1], overlap=overlap) for i in range(STAGES - 1)
         )
-        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        grid = to_2tuple(img_size)
-        if min(grid) < 1:
-            raise ValueError(f"img_size must be at least 1, got {img_size}")
-        grid = (-(-grid[0] // 4), -(-grid[1] // 4))
+        rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        height, width = parse_img_size(img_size)
+        grid = (-(-height // 4), -(-width // 4))
         stages = []
         self.feature_info = []
         for i, (dim, heads, rate) in enumerate(zip(embed_dims, num_heads, rates, strict=True)):
@@ -177,11 +160,10 @@ class SoftPyramid(Backbone):
 
     def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         # Channels last in memory makes every change between map and tokens a view.
-        x = self.stem(x.contiguous(memory_format=torch.channels_last))
+        x, size = to_tokens(self.stem(x.contiguous(memory_format=torch.channels_last)))
         for i, stage in enumerate(self.stages):
             if i > 0:
-                x = self.downsamples[i - 1](to_map(x, size))
-            x, size = to_tokens(x)
+                x, size = to_tokens(self.downsamples[i - 1](to_map(x, size)))
             x = stage(x, size)
             yield x, size
 
@@ -195,8 +177,9 @@ class SoftPyramid(Backbone):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        for stage in self.stages:
-            stage.grad_checkpointing = enable
+        for module in self.modules():
+            if isinstance(module, Stage):
+                module.grad_checkpointing = enable
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -206,37 +189,19 @@ class SoftPyramid(Backbone):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Parameter groups for layer-wise learning rates: stem, then stages or their blocks, then head."""
+        # 99999 stands, in timm, for the group before: downsampling i goes with the end of stage i.
+        downsamples = (r"^downsamples\.(\d+)", (99999,))
         if coarse:
-            return dict(
-                stem=r"^stem", blocks=[(r"^stages\.(\d+)", None), (r"^downsamples\.(\d+)", (1,))]
-            )
+            return dict(stem=r"^stem", blocks=[(r"^stages\.(\d+)", None), downsamples])
         return dict(
             stem=r"^stem",
             blocks=[
                 (r"^stages\.(\d+)\.blocks\.(\d+)", None),
                 (r"^stages\.(\d+)\.(?:pos_embed|cls_token)", (0,)),
-                (r"^downsamples\.(\d+)", (0,)),
+                downsamples,
                 (r"^norm", (99999,)),
             ],
         )
-
-
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "stem.0.conv",
-        "classifier": "head",
-        "fixed_input_size": False,
-        "license": "mit",
-        **kwargs,
-    }
 
 
 # dims, heads, depths
@@ -271,25 +236,8 @@ def _model_arguments() -> dict[str, dict[str, Any]]:
 
 
 MODEL_ARGUMENTS = _model_arguments()
-default_cfgs = generate_default_cfgs({f"{name}.untrained": _cfg() for name in MODEL_ARGUMENTS})
-
-
-def _register(name: str, arguments: dict[str, Any]) -> None:
-    def create(pretrained: bool = False, **kwargs: Any) -> SoftPyramid:
-        out_indices = kwargs.pop("out_indices", tuple(range(STAGES)))
-        return build_model_with_cfg(
-            SoftPyramid,
-            name,
-            pretrained,
-            pretrained_filter_fn=filter_checkpoint,
-            feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
-            **{**arguments, **kwargs},
-        )
-
-    create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"{name}: a softmax-free pyramid; keywords as in softfree.models.SoftPyramid."
-    register_model(create)
-
-
+default_cfgs = generate_default_cfgs(
+    {f"{name}.untrained": default_cfg(first_conv="stem.0.conv") for name in MODEL_ARGUMENTS}
+)
 for _name, _arguments in MODEL_ARGUMENTS.items():
-    _register(_name, _arguments)
+    register(SoftPyramid, _name, _arguments, default_out_indices=tuple(range(STAGES)))

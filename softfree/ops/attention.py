@@ -284,10 +284,11 @@ def _setup_context(ctx, inputs, output):
 def _gradient(ctx, grad, grad_inverse, grad_u):
     if grad is None:
         return (None,) * 12
+    saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
     q_grad, k_grad, v_grad, landmarks_grad = torch.ops.softfree.attention_backward(
-        grad, *ctx.saved_tensors, *ctx.settings
+        grad, *saved, *ctx.settings
     )
-    k = ctx.saved_tensors[1]
+    k = saved[1]
     return q_grad, None if k is None else k_grad, v_grad, landmarks_grad, *(None,) * 8
 
 

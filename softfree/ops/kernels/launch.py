@@ -36,15 +36,15 @@ class Tile(NamedTuple):
 
 # By the block of landmarks and whether inputs are 16 bits wide; tuned on an NVIDIA H200 at d = 32.
 TILES = {
-    "collect": {(64, True): Tile(128, 4, 3)},
-    "spread": {(64, True): Tile(128, 4, 3)},
-    "spread_backward": {(64, True): Tile(64, 4, 2)},
+    "collect": {(64, True): Tile(64, 4, 3)},
+    "spread": {(64, True): Tile(64, 4, 3)},
+    "spread_backward": {(64, True): Tile(64, 4, 3)},
     "short_forward": {(64, True): Tile(64, 4, 2)},
-    "short_backward": {(64, True): Tile(64, 8, 2)},
+    "short_backward": {(64, True): Tile(64, 4, 2)},
     "mixing": {(64, True): Tile(0, 4, 3)},
     "mixing_backward": {(64, True): Tile(0, 8, 3)},
 }
-PROGRAMS_PER_PROCESSOR = 8
+PROGRAMS_PER_PROCESSOR = 4
 
 
 def _tile(kernel: str, shape: "_Shape") -> Tile:
@@ -132,7 +132,7 @@ def forward(
         tile = _tile("short_forward", shape)
         short_forward_kernel[(shape.rows,)](
             q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse, u,
-            shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
+            torch.empty_like(u), shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
             *_strides(q), *_strides(keys), *_strides(v), *_strides(x),
             scale, log2_scale, iterations, ridge,
             BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
@@ -203,7 +203,7 @@ def backward(
         tile = _tile("short_backward", shape)
         short_backward_kernel[(shape.rows,)](
             grad, q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), inverse, u,
-            grad_q, into, grad_v, grad_landmarks,
+            torch.empty_like(u), torch.empty_like(u), grad_q, into, grad_v, grad_landmarks,
             shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
             *_strides(grad), *_strides(q), *_strides(keys), *_strides(v),
             *_strides(grad_q), *_strides(into), *_strides(grad_v), scale, log2_scale,

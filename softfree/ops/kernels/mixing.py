@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from softfree.ops.kernels.common import present_landmarks, scaled_product, split_product
+from softfree.ops.kernels.common import present_landmarks, split_product, wide_product
 
 
 @triton.jit
@@ -58,11 +58,11 @@ def newton_inverse(
         b_columns = tl.sum(b_square, 0)
         b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 0)
         reciprocal = tl.max(tl.maximum((b_columns - 2 * b_diagonal) * 100.0, b_columns / 2.01), 0)
-        halvings = tl.ceil(tl.log2(tl.maximum(alpha * reciprocal, 1.0)))
-        bound = tl.minimum(bound, alpha * tl.exp2(-tl.minimum(halvings, 10.0)))
+        halved = alpha
+        for _ in tl.static_range(10):
+            halved = tl.where(halved * reciprocal > 1.0, 0.5 * halved, halved)
+        bound = tl.minimum(bound, halved)
     b_y = bound * b_b
-    # A fixed number of steps: a loop that ends when a matrix has converged was found to be compiled into
-    # reads outside shared memory (Triton 3.6, sm_90).
     for _ in range(iterations):
         b_by = split_product(b_b, b_y, HALVES)
         b_y = 2.0 * b_y - split_product(b_y, b_by, HALVES)
@@ -70,17 +70,19 @@ def newton_inverse(
 
 
 @triton.jit
-def apply_mixing(b_y, b_root, b_u):
-    """``Y' U = D^-1/2 Y D^-1/2 U`` (M, C) in float32; ``b_root`` is 1 for SOFT."""
-    return b_root[:, None] * scaled_product(b_y, b_root[:, None] * b_u)
+def mixing_matrix(b_y, b_root_rows, b_root_columns):
+    """``Y' = D^-1/2 Y D^-1/2`` (M, M); the roots are 1 for SOFT."""
+    return b_root_rows[:, None] * b_y * b_root_columns[None, :]
 
 
 @triton.jit
-def normalizer(b_a, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """``D^-1/2`` (M,), or ones."""
+def normalizer(b_a, AXIS: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``D^-1/2`` (M,) by the row or column sums of the symmetric ``A``, or ones."""
     if NORMALIZE:
-        return tl.rsqrt(tl.sum(b_a, 1))
-    return tl.full((BLOCK_M,), 1.0, tl.float32)
+        b_root = tl.rsqrt(tl.sum(b_a, AXIS))
+    else:
+        b_root = tl.full((BLOCK_M,), 1.0, tl.float32)
+    return b_root
 
 
 @triton.jit
@@ -133,12 +135,14 @@ def mixing_kernel(
     p_l += head * m * d
     b_present = present_landmarks(p_landmark_mask, head // heads, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    b_rows = normalizer(b_a, 1, NORMALIZE, BLOCK_M)
+    b_columns = normalizer(b_a, 0, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
     b_u = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
     store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
-    store_small(p_w + head * m * d_v, apply_mixing(b_y, b_root, b_u), m, d_v, BLOCK_M, BLOCK_C)
+    b_w = wide_product(mixing_matrix(b_y, b_rows, b_columns), b_u)
+    store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
 
 
 @triton.jit
@@ -146,20 +150,23 @@ def mixing_gradient(
     b_a, b_y, b_u, b_dw, b_l, b_present, scale,
     BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """W, dU (M, C) and the landmarks' gradient through Y' (M, D). See ``softfree.ops.mixing``."""
-    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
-    b_root_u = b_root[:, None] * b_u
-    b_root_dw = b_root[:, None] * b_dw
-    b_right = scaled_product(b_y, b_root_u)
-    b_left = scaled_product(tl.trans(b_y), b_root_dw)
-    b_da = -scaled_product(b_left, tl.trans(b_right))
+    """W, dU (M, C) and the landmarks' gradient through Y' (M, D).
+
+    As ``softfree.ops.mixing.mixing_backward``, with left and right expressed by dU and W.
+    """
+    b_rows = normalizer(b_a, 1, NORMALIZE, BLOCK_M)
+    b_columns = normalizer(b_a, 0, NORMALIZE, BLOCK_M)
+    b_mixing = mixing_matrix(b_y, b_rows, b_columns)
+    b_w = wide_product(b_mixing, b_u)
+    b_du = wide_product(tl.trans(b_mixing), b_dw)
+    b_da = -wide_product(b_du, tl.trans(b_w)) / (b_rows[:, None] * b_columns[None, :])
     if NORMALIZE:
-        b_rows = tl.sum(b_root_dw * b_right + b_root_u * b_left, 1)
-        b_da += (-0.5 * b_root * b_root * b_rows)[:, None]
+        b_through_rows = tl.sum(b_dw * b_w + b_u * b_du, 1)
+        b_da += (-0.5 * b_rows * b_rows * b_through_rows)[:, None]
     b_e = scale * b_a * (b_da + tl.trans(b_da))
     b_e = tl.where(b_present[:, None] & b_present[None, :], b_e, 0.0)
-    b_dl = scaled_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
-    return b_root[:, None] * b_right, b_root[:, None] * b_left, b_dl
+    b_dl = wide_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
+    return b_w, b_du, b_dl
 
 
 @triton.jit

@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from softfree.ops.kernels.common import present_landmarks
+from softfree.ops.kernels.common import present_landmarks, wide_product
 from softfree.ops.kernels.mixing import (
-    apply_mixing,
     landmark_matrix,
     load_small,
     mixing_gradient,
+    mixing_matrix,
     newton_inverse,
     normalizer,
     store_small,
@@ -23,8 +23,20 @@ from softfree.ops.kernels.tokens import (
 
 
 @triton.jit
+def through_memory(p_small, b_x, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """A block (M, BLOCK) stored and loaded again.
+
+    A computed block as the right side of a product over tokens was found to be read from the wrong place
+    (Triton 3.6, sm_90: wrong results, out-of-bounds reads of shared memory); a loaded one is not.
+    """
+    store_small(p_small, b_x, m, width, BLOCK_M, BLOCK)
+    tl.debug_barrier()
+    return load_small(p_small, m, width, BLOCK_M, BLOCK)
+
+
+@triton.jit
 def short_forward_kernel(
-    p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_x, p_inverse, p_u,
+    p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_x, p_inverse, p_u, p_w,
     heads, n, n_k, m, d, d_v,
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     x_batch, x_head, x_stride, scale, log2_scale, iterations, ridge,
@@ -39,7 +51,8 @@ def short_forward_kernel(
     p_l += head * m * d
     b_present = present_landmarks(p_landmark_mask, batch, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    b_rows = normalizer(b_a, 1, NORMALIZE, BLOCK_M)
+    b_columns = normalizer(b_a, 0, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
     b_l, b_centre, b_bias, _ = load_landmarks(
@@ -52,7 +65,8 @@ def short_forward_kernel(
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, HAS_KEY_MASK, FLOAT32, PRECISION,
     )  # fmt: skip
     store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
-    b_w = narrow(apply_mixing(b_y, b_root, b_u), p_q)
+    b_w = wide_product(mixing_matrix(b_y, b_rows, b_columns), b_u)
+    b_w = narrow(through_memory(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C), p_q)
     spread_tokens(
         p_q + batch * q_batch + column * q_head, p_x + batch * x_batch + column * x_head,
         d, d_v, q_stride, x_stride, 0, n, b_l, b_centre, b_bias, b_w, log2_scale,
@@ -62,7 +76,8 @@ def short_forward_kernel(
 
 @triton.jit
 def short_backward_kernel(
-    p_g, p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_inverse, p_u, p_dq, p_dk, p_dv, p_dl,
+    p_g, p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_inverse, p_u, p_w, p_du,
+    p_dq, p_dk, p_dv, p_dl,
     heads, n, n_k, m, d, d_v,
     g_batch, g_head, g_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
     v_batch, v_head, v_stride, dq_batch, dq_head, dq_stride, dk_batch, dk_head, dk_stride,
@@ -99,8 +114,8 @@ def short_backward_kernel(
     b_w, b_du, b_dl = mixing_gradient(
         b_a, b_y, b_u, b_dw, b_plain, b_present, scale, BLOCK_M, NORMALIZE
     )
-    b_w = narrow(b_w, p_q)
-    b_du = narrow(b_du, p_q)
+    b_w = narrow(through_memory(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C), p_q)
+    b_du = narrow(through_memory(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C), p_q)
     b_dl += spread_backward_tokens(
         p_q, p_g, p_v, p_dq, p_dv, p_key_mask, batch, n, d, d_v,
         q_stride, g_stride, v_stride, dq_stride, dv_stride, 0, n,

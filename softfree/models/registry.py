@@ -1,0 +1,62 @@
+"""How the families reach timm: SOFT and SOFT++ as settings, and one entry in timm's registry a name."""
+
+import sys
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, register_model
+from torch import nn
+
+from softfree.models.checkpoints import filter_checkpoint
+
+# Settings of the operator that tell SOFT from SOFT++, as in the authors' code.
+SOFT: dict[str, Any] = dict(normalize=False, start="scaled", ridge=0.01)
+SOFTPP: dict[str, Any] = dict(normalize=True, start="halving", ridge=0.0)
+
+
+def default_cfg(first_conv: str) -> dict[str, Any]:
+    """What timm's tools (data pipelines, fine-tuning) want to know of a model."""
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": first_conv,
+        "classifier": "head",
+        "fixed_input_size": False,
+        "license": "mit",
+    }
+
+
+def register(
+    model_class: type[nn.Module],
+    name: str,
+    arguments: dict[str, Any],
+    default_out_indices: int | tuple[int, ...],
+) -> None:
+    """Make ``timm.create_model(name)`` build ``model_class(**arguments)``, keywords overriding them.
+
+    The module of ``model_class`` must have its ``default_cfgs`` by then: timm looks them up there.
+    """
+
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        out_indices = kwargs.pop("out_indices", default_out_indices)
+        return build_model_with_cfg(
+            model_class,
+            name,
+            pretrained,
+            pretrained_filter_fn=filter_checkpoint,
+            feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+            **{**arguments, **kwargs},
+        )
+
+    create.__name__ = create.__qualname__ = name
+    create.__module__ = model_class.__module__
+    create.__doc__ = f"{name}: a {model_class.__name__}, which documents the keywords."
+    register_model(create)
+    # timm lists the name in the module's __all__, so it has to be there.
+    setattr(sys.modules[model_class.__module__], name, create)

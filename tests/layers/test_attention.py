@@ -1,0 +1,291 @@
+"""SoftAttention against the operator and torch's own layers; masks, sizes, sequences, cross-attention."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import softfree
+from softfree.layers import SoftmaxAttention
+from softfree.layers.attention import ValueConv
+from softfree.layers.landmarks import create_sampler
+
+DIM, HEADS = 12, 3
+SPECS = ["conv", "average", "random:9", "first:9", "conv:9", ("average", 9), 9]
+SIZES = [(8, 8), (7, 5), (9, 1), (3, 4)]
+
+
+def layer(**kwargs) -> softfree.SoftAttention:
+    return softfree.SoftAttention(DIM, HEADS, **{"stride": 2, **kwargs}).double().eval()
+
+
+def tokens(count: int, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, count, DIM, dtype=torch.float64)
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_an_image_layer_is_the_operator_between_its_projections(spec, size, prefix, normalize):
+    attention = layer(landmarks=spec, normalize=normalize)
+    x = tokens(prefix + size[0] * size[1])
+    q, v = attention.qv(x).chunk(2, -1)
+    landmarks, _ = attention.sampler(heads(q), size)
+    out = softfree.soft_attention(
+        heads(q), heads(v), landmarks, normalize=normalize, backend="reference"
+    )
+    expected = attention.proj(out.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x, size), expected)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("length", [9, 10, 31])
+def test_a_sequence_layer_takes_any_length(spec, length):
+    attention = layer(landmarks=spec, sequence=True, value_conv=3)
+    x = tokens(length)
+    out = attention(x)
+    assert out.shape == x.shape
+    assert out.isfinite().all()
+    torch.testing.assert_close(attention(x[:1]), out[:1])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_every_parameter_and_the_input_get_a_gradient(spec, sequence):
+    attention = layer(landmarks=spec, sequence=sequence, value_conv=3)
+    x = tokens(35).requires_grad_()
+    attention(x, None if sequence else (7, 5)).square().sum().backward()
+    assert x.grad.abs().sum() > 0
+    for name, parameter in attention.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("size", [(8, 8), (7, 5)])
+@pytest.mark.parametrize("kernel_size", [3, 5])
+def test_the_value_convolution_is_the_grouped_one_of_the_release(size, kernel_size):
+    """There V is permuted so that heads are the channels of a convolution with one group a head."""
+    conv = ValueConv(HEADS, kernel_size).double()
+    v = tokens(size[0] * size[1])
+    permuted = heads(v).transpose(2, 3).unflatten(3, size).transpose(1, 2)
+    convolved = F.conv2d(
+        permuted.flatten(0, 1), conv.weight, padding=kernel_size // 2, groups=HEADS
+    )
+    expected = convolved.unflatten(0, (2, -1)).permute(0, 3, 4, 2, 1).flatten(3).flatten(1, 2)
+    torch.testing.assert_close(conv(v, size), expected)
+
+
+def test_the_value_convolution_leaves_the_class_token_alone():
+    conv = ValueConv(HEADS, 3).double()
+    v = tokens(1 + 35)
+    out = conv(v, (7, 5))
+    assert torch.equal(out[:, 0], v[:, 0])
+    torch.testing.assert_close(out[:, 1:], conv(v[:, 1:], (7, 5)))
+
+
+def test_the_value_convolution_is_added_to_the_operator():
+    attention = layer(value_conv=3)
+    x = tokens(35)
+    v = attention.qv(x).chunk(2, -1)[1]
+    convolved = F.linear(attention.value_conv(v, (7, 5)), attention.proj.weight)
+    with_conv = attention(x, (7, 5))
+    attention.value_conv = None
+    torch.testing.assert_close(with_conv, attention(x, (7, 5)) + convolved)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("size", [(7, 5), None])
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_what_stands_at_masked_tokens_does_not_matter_to_real_ones(spec, size, prefix):
+    if size is None and prefix:
+        pytest.skip("sequences have no prefix tokens")
+    attention = layer(landmarks=spec, sequence=size is None, value_conv=3)
+    x = tokens(prefix + 35)
+    mask = torch.rand(x.shape[:2]) > 0.5
+    expected = attention(x, size, mask)[mask]
+    assert expected.isfinite().all()
+    for filling in (torch.nan, torch.inf, 1e6):
+        other = torch.where(mask[..., None], x, filling)
+        torch.testing.assert_close(attention(other, size, mask)[mask], expected)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("landmarks", "stride", "length"),
+    [
+        ("average", 4, 16),
+        ("average", 4, 18),
+        ("average", 1, 5),
+        # As many landmarks as windows, or fewer, so that both lengths have the same windows.
+        ("average:6", 4, 18),
+        ("first:9", 4, 18),
+        ("random:9", 4, 18),
+    ],
+)
+def test_a_padded_sample_has_the_output_of_the_unpadded_one(landmarks, stride, length, normalize):
+    attention = layer(
+        landmarks=landmarks, stride=stride, sequence=True, value_conv=3, normalize=normalize
+    )
+    x = tokens(24 if stride > 1 else 6)
+    mask = torch.arange(x.shape[1]) < torch.tensor([[length], [x.shape[1]]])
+    out = attention(x, mask=mask)
+    torch.testing.assert_close(out[:1, :length], attention(x[:1, :length]))
+    torch.testing.assert_close(out[1:], attention(x[1:]))
+
+
+def test_a_sample_without_real_tokens_disturbs_nobody():
+    attention = layer(landmarks="average", sequence=True)
+    x = tokens(12)
+    mask = torch.tensor([[True] * 12, [False] * 12])
+    out = attention(x, mask=mask)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[:1], attention(x[:1]))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_cross_attention_takes_keys_values_and_landmarks_from_the_context(spec):
+    attention = layer(landmarks=spec, value_conv=3)
+    x, context = tokens(6), tokens(35)
+    mask = torch.rand(2, 35) > 0.3
+    k, v = attention.qv(context).chunk(2, -1)
+    q = attention.qv(x).chunk(2, -1)[0]
+    landmarks, landmark_mask = attention.sampler(heads(k), (7, 5), mask)
+    out = softfree.soft_attention(
+        heads(q),
+        heads(v),
+        landmarks,
+        k=heads(k),
+        key_mask=mask,
+        landmark_mask=landmark_mask,
+        backend="reference",
+    )
+    expected = attention.proj(out.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x, (7, 5), mask, context), expected)
+
+
+def test_attending_to_itself_as_context_is_self_attention():
+    attention = layer(landmarks="average", sequence=True, qv_bias=False)
+    x = tokens(20)
+    torch.testing.assert_close(attention(x, context=x), attention(x))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_the_settings_reach_the_operator(backend):
+    x = tokens(35)
+    base = layer(backend=backend)
+    expected = base(x, (7, 5))
+    for change in (
+        dict(iterations=2),
+        dict(start="scaled"),
+        dict(ridge=0.5),
+        dict(normalize=False),
+    ):
+        other = copy.deepcopy(base)
+        for name, value in change.items():
+            setattr(other, name, value)
+        changed = layer(backend=backend, **change)
+        changed.load_state_dict(base.state_dict())
+        assert not torch.allclose(changed(x, (7, 5)), expected), change
+        assert torch.equal(changed(x, (7, 5)), other(x, (7, 5)))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(dim=10, num_heads=3), "dim=10, num_heads=3"),
+        (dict(dim=10, num_heads=0), "num_heads=0"),
+        (dict(dim=0, num_heads=1), "dim=0"),
+        (dict(dim=8, num_heads=2, value_conv=4), "value_conv must be 0 or an odd number, got 4"),
+        (dict(dim=8, num_heads=2, value_conv=-1), "value_conv"),
+        (dict(dim=8, num_heads=2, stride=0), "stride"),
+        (dict(dim=8, num_heads=2, landmarks="pool"), "sampler must be one of.*'pool'"),
+        (dict(dim=8, num_heads=2, backend="cuda"), "backend must be one of.*'cuda'"),
+        (dict(dim=8, num_heads=2, start="warm"), "start must be one of.*'warm'"),
+        (dict(dim=8, num_heads=2, iterations=-1), "iterations"),
+        (dict(dim=8, num_heads=2, ridge=-0.1), "ridge"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_when_the_layer_is_built(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        softfree.SoftAttention(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "message"),
+    [
+        ((2, 35), (7, 5), "x must have shape"),
+        ((2, 35, 11), (7, 5), r"x must have shape \(batch, tokens, 12\).*11"),
+        ((2, 0, 12), (1, 1), "at least one token"),
+        ((2, 35, 12), None, "sequence=True"),
+        ((2, 35, 12), (7, 6), r"35 tokens given, got \(7, 6\)"),
+        ((2, 35, 12), (0, 5), r"got \(0, 5\)"),
+        ((2, 35, 12), (-7, -5), r"got \(-7, -5\)"),
+        ((2, 35, 12), (35,), r"size must be \(H, W\)"),
+    ],
+)
+def test_tokens_and_sizes_that_do_not_fit_are_refused(shape, size, message):
+    with pytest.raises(ValueError, match=message):
+        layer()(torch.randn(shape, dtype=torch.float64), size)
+
+
+def test_a_size_given_to_a_sequence_layer_is_refused():
+    with pytest.raises(ValueError, match="size must be None with sequence=True"):
+        layer(landmarks="average", sequence=True)(tokens(35), (7, 5))
+
+
+@pytest.mark.parametrize("attention", [layer(), SoftmaxAttention(DIM, HEADS).double()])
+def test_masks_and_contexts_that_do_not_fit_are_refused(attention):
+    x, context = tokens(35), tokens(20)
+    for mask in (torch.full((2, 35), torch.nan), torch.ones(2, 35, dtype=torch.int64), [[True]]):
+        with pytest.raises(TypeError, match="mask must be a bool tensor"):
+            attention(x, (7, 5), mask)
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 35\).*\(2, 36\)"):
+        attention(x, (7, 5), torch.ones(2, 36, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 20\)"):
+        attention(x, (4, 5), torch.ones(2, 35, dtype=torch.bool), context)
+    with pytest.raises(ValueError, match="context must have x's batch 2, got 1"):
+        attention(x, (4, 5), None, context[:1])
+    with pytest.raises(ValueError, match="context must have shape"):
+        attention(x, (4, 5), None, context[..., :3])
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        attention([1.0], (4, 5))
+
+
+def test_more_landmarks_than_tokens_are_refused():
+    with pytest.raises(ValueError, match="50 of the tokens"):
+        layer(landmarks="first:50")(tokens(35), (7, 5))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_layers_stay_close_to_float64(spec, dtype):
+    attention = layer(landmarks=spec, value_conv=3)
+    x = tokens(35).to(dtype)
+    expected = attention(x.double(), (7, 5))
+    out = copy.deepcopy(attention).to(dtype)(x, (7, 5))
+    assert out.dtype == dtype
+    assert (out.double() - expected).norm() / expected.norm() < 0.1
+
+
+def test_softmax_attention_is_torchs_multi_head_attention():
+    attention = SoftmaxAttention(DIM, HEADS).double()
+    theirs = torch.nn.MultiheadAttention(DIM, HEADS, batch_first=True).double()
+    theirs.in_proj_weight.data, theirs.in_proj_bias.data = attention.qkv.weight, attention.qkv.bias
+    theirs.out_proj.load_state_dict(attention.proj.state_dict())
+    x, context = tokens(10), tokens(7)
+    mask = torch.rand(2, 7) > 0.3
+    mask[:, 0] = True
+    torch.testing.assert_close(attention(x), theirs(x, x, x)[0])
+    expected = theirs(x, context, context, key_padding_mask=~mask)[0]
+    torch.testing.assert_close(attention(x, None, mask, context), expected)
+
+
+def test_a_layer_says_what_it_is():
+    assert "SOFT++, heads=3" in repr(layer())
+    assert "SOFT, heads=3" in repr(layer(normalize=False))
+    assert "stride=2, count=9" in repr(create_sampler("average:9", 4, 2))

@@ -1,0 +1,70 @@
+"""Blocks: the two formulas, and stochastic depth."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath
+
+import softfree
+from softfree.layers import Block, SoftmaxAttention
+
+
+def block(**kwargs) -> softfree.SoftBlock:
+    settings = {"stride": 2, "value_conv": 3, **kwargs}
+    return softfree.SoftBlock(dim=12, num_heads=3, **settings).double()
+
+
+def mlp(x: torch.Tensor, module: torch.nn.Module, approximate: str) -> torch.Tensor:
+    return module.fc2(F.gelu(module.fc1(x), approximate=approximate))
+
+
+def test_a_post_norm_block_norms_each_sum():
+    b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
+    torch.nn.init.normal_(b.norm1.weight)
+    y = b.norm1(x + b.attn(x, (7, 5)))
+    torch.testing.assert_close(b(x, (7, 5)), b.norm2(y + mlp(y, b.mlp, "tanh")))
+
+
+def test_a_pre_norm_block_norms_the_input_of_each_branch():
+    b, x = block(pre_norm=True), torch.randn(2, 35, 12, dtype=torch.float64)
+    torch.nn.init.normal_(b.norm1.weight)
+    y = x + b.attn(b.norm1(x), (7, 5))
+    torch.testing.assert_close(b(x, (7, 5)), y + mlp(b.norm2(y), b.mlp, "tanh"))
+
+
+def test_exact_gelu_is_the_error_functions():
+    b = Block(12, SoftmaxAttention(12, 3), exact_gelu=True, norm_eps=1e-6).double()
+    x = torch.randn(2, 35, 12, dtype=torch.float64)
+    y = b.norm1(x + b.attn(x))
+    torch.testing.assert_close(b(x), b.norm2(y + mlp(y, b.mlp, "none")))
+    assert b.norm1.eps == b.norm2.eps == 1e-6
+
+
+def test_mlp_ratio_sets_the_hidden_channels():
+    assert block(mlp_ratio=2.5).mlp.fc1.out_features == 30
+
+
+def test_a_mask_reaches_the_attention():
+    b = block(landmarks="average", sequence=True)
+    x = torch.randn(2, 20, 12, dtype=torch.float64)
+    mask = torch.arange(20).expand(2, 20) < 14
+    torch.testing.assert_close(b(x, None, mask)[:, :14], b(x[:, :14]))
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_drop_path_skips_whole_branches_in_training_alone(pre_norm):
+    b = block(drop_path=0.5, pre_norm=pre_norm)
+    assert isinstance(b.drop_path, DropPath)
+    x = torch.randn(1, 35, 12, dtype=torch.float64).expand(64, -1, -1)
+    out = b.train()(x, (7, 5))
+    # Each of the two branches is taken or not, a sample at a time: four different results.
+    assert len({round(value, 9) for value in out[:, 0, 0].tolist()}) == 4
+    steady = b.eval()(x, (7, 5))
+    torch.testing.assert_close(steady, steady[:1].expand_as(steady))
+
+
+def test_dropout_acts_in_training_alone():
+    b, x = block(proj_drop=0.5), torch.randn(2, 35, 12, dtype=torch.float64)
+    assert not torch.equal(b(x, (7, 5)), b(x, (7, 5)))
+    b.eval()
+    assert torch.equal(b(x, (7, 5)), b(x, (7, 5)))

@@ -1,0 +1,56 @@
+"""Stem, downsampling and positions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from softfree.layers.embeddings import PositionEmbedding, downsample, resize_positions, stem
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("size", [(32, 32), (33, 31), (1, 6)])
+def test_the_stem_gives_a_quarter_of_the_size_rounded_up(overlap, size):
+    out = stem(3, 8, overlap=overlap).eval()(torch.randn(1, 3, *size))
+    assert out.shape == (1, 8, -(-size[0] // 4), -(-size[1] // 4))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("size", [(8, 8), (7, 5), (1, 1)])
+def test_downsampling_gives_half_of_the_size_rounded_up(overlap, size):
+    out = downsample(4, 8, overlap=overlap).eval()(torch.randn(1, 4, *size))
+    assert out.shape == (1, 8, -(-size[0] // 2), -(-size[1] // 2))
+
+
+def test_windows_side_by_side_do_not_see_each_other():
+    layer = stem(3, 8, overlap=False).eval()
+    image = torch.randn(1, 3, 8, 8)
+    changed = image.clone()
+    changed[..., :4, :4] += 1
+    differs = (layer(image) != layer(changed)).any(1)[0]
+    assert differs.tolist() == [[True, False], [False, False]]
+
+
+def test_positions_are_added_as_they_are_at_the_size_they_were_learned_at():
+    positions = PositionEmbedding((3, 4), 8, prefix=1)
+    x = torch.randn(2, 13, 8)
+    assert torch.equal(positions(x, (3, 4)), x + positions.weight)
+
+
+def test_positions_are_resized_bilinearly_and_prefixes_kept():
+    positions = PositionEmbedding((3, 4), 8, prefix=1)
+    out = positions(torch.zeros(2, 1 + 5 * 7, 8), (5, 7))
+    grid = positions.weight[:, 1:].reshape(1, 3, 4, 8).permute(0, 3, 1, 2)
+    resized = F.interpolate(grid, size=(5, 7), mode="bilinear", align_corners=False)
+    torch.testing.assert_close(out[:, 1:], resized.flatten(2).mT.expand(2, -1, -1))
+    torch.testing.assert_close(out[:, :1], positions.weight[:, :1].expand(2, -1, -1))
+
+
+def test_constant_positions_stay_constant_at_any_size():
+    weight = torch.full((1, 12, 8), 0.25, dtype=torch.bfloat16)
+    resized = resize_positions(weight, (3, 4), (9, 2))
+    assert resized.dtype == torch.bfloat16
+    assert torch.equal(resized, torch.full((1, 18, 8), 0.25, dtype=torch.bfloat16))
+
+
+def test_positions_keep_the_dtype_of_the_tokens():
+    assert PositionEmbedding((2, 2), 8)(torch.zeros(1, 4, 8).half(), (2, 2)).dtype == torch.half
