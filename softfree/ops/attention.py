@@ -55,8 +55,9 @@ def soft_attention(
         iterations: Newton steps of the inverse. Fewer steps cut off more small eigenvalues.
         start: start value of the inverse, ``"halving"`` or ``"scaled"``, chosen per matrix.
         ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01).
-        backend: ``"triton"`` (fused kernels, CUDA), ``"torch"`` (any device, bounded memory),
-            ``"reference"`` (the definition, for tests); ``"auto"`` takes the fastest that can do it.
+        backend: ``"auto"``, at present always ``"torch"`` (any device, bounded memory); ``"reference"``,
+            the definition, for tests; ``"triton"``, fused CUDA kernels that are not finished: on Hopper
+            some of them read out of bounds, see ``softfree/ops/README.md``.
         landmark_mask: (batch, m) bool, True for the landmarks that take part; for padded sequences,
             where some pooling windows are empty.
 
@@ -113,7 +114,7 @@ def soft_attention(
 
 def _choose(backend: str, q: Tensor, v: Tensor, landmarks: Tensor) -> str:
     """``"torch"`` or ``"triton"``."""
-    if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
+    if backend != "triton":
         return "torch"
     obstacle: str | None
     if importlib.util.find_spec("triton") is None:
@@ -122,11 +123,9 @@ def _choose(backend: str, q: Tensor, v: Tensor, landmarks: Tensor) -> str:
         from softfree.ops.kernels import launch
 
         obstacle = launch.unsupported(q, v, landmarks)
-    if obstacle is None:
-        return "triton"
-    if backend == "triton":
+    if obstacle is not None:
         raise ValueError(f"backend 'triton': the kernels can't take this input: {obstacle}")
-    return "torch"
+    return "triton"
 
 
 def _implementation(backend: str) -> Any:

@@ -7,6 +7,7 @@ spread_backward (dQ, dV, the tokens' parts of dL), a sum of the parts. Short inp
 
 import functools
 import math
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -88,11 +89,27 @@ def unsupported(q: Tensor, v: Tensor, landmarks: Tensor) -> str | None:
         return f"they need a CUDA device, got {q.device}"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"they take float16, bfloat16 and float32, got {q.dtype}"
-    if max(q.shape[3], v.shape[3]) > MAX_CHANNELS:
-        return f"they take up to {MAX_CHANNELS} channels a head, got {max(q.shape[3], v.shape[3])}"
-    if landmarks.shape[2] > MAX_LANDMARKS:
-        return f"they take up to {MAX_LANDMARKS} landmarks, got {landmarks.shape[2]}"
+    channels, m = max(q.shape[3], v.shape[3]), landmarks.shape[2]
+    if channels > MAX_CHANNELS:
+        return f"they take up to {MAX_CHANNELS} channels a head, got {channels}"
+    if m > MAX_LANDMARKS:
+        return f"they take up to {MAX_LANDMARKS} landmarks, got {m}"
+    if not _fits(q, _block(m), _block(channels)):
+        return f"{m} landmarks of {channels} channels in {q.dtype} exceed this GPU's shared memory"
     return None
+
+
+def _fits(q: Tensor, block_m: int, block: int) -> bool:
+    """Whether a program's blocks fit its shared memory, by what the compiler reports it needs."""
+    if q.device.type != "cuda":
+        return True
+    hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
+    if q.dtype == torch.bfloat16:
+        return block_m * block <= (128 * 128 if hopper else 64 * 64)
+    # The other dtypes keep W and dU in float32, and float32 its tokens split in two.
+    if not hopper:
+        return block_m <= 64 and block <= 32
+    return block <= 32 and block_m <= 128 or block_m <= 32
 
 
 def forward(
@@ -109,6 +126,13 @@ def forward(
     ridge: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.chunked.forward`."""
+    if q.device.type == "cuda":
+        warnings.warn(
+            "softfree's Triton kernels are not finished: compiled for Hopper by Triton 3.6, some of them "
+            "read out of bounds. Use backend='auto' for anything but work on the kernels.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     shape = _Shape.of(q, v, landmarks)
     x = token_tensor(q, shape.d_v)
     inverse = _small(landmarks, shape, shape.m)

@@ -123,6 +123,18 @@ def load_small(p_in, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def through_memory(p_small, b_x, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """A block (M, BLOCK) stored and loaded again, for use as the right side of a product.
+
+    Triton 3.6 for sm_90 was found to read some computed right sides from the wrong place in shared memory
+    (wrong results, reads out of bounds); a block that comes from a load is safe.
+    """
+    store_small(p_small, b_x, m, width, BLOCK_M, BLOCK)
+    tl.debug_barrier()
+    return load_small(p_small, m, width, BLOCK_M, BLOCK)
+
+
+@triton.jit
 def mixing_kernel(
     p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w,
     heads, m, d, d_v, parts, scale, iterations, ridge,
@@ -140,7 +152,7 @@ def mixing_kernel(
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
     b_u = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
-    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
+    b_u = through_memory(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
     b_w = wide_product(mixing_matrix(b_y, b_rows, b_columns), b_u)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
 
@@ -184,6 +196,8 @@ def mixing_backward_kernel(
     b_y = load_small(p_inverse + head * m * m, m, m, BLOCK_M, BLOCK_M)
     b_u = load_small(p_u + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C)
     b_dw = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
+    # W's place serves for dW until W is known.
+    b_dw = through_memory(p_w + head * m * d_v, b_dw, m, d_v, BLOCK_M, BLOCK_C)
     b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
     b_l = tl.where(b_present[:, None], b_l, 0.0)
     b_w, b_du, b_dl = mixing_gradient(

@@ -12,6 +12,7 @@ from softfree.ops.kernels.mixing import (
     newton_inverse,
     normalizer,
     store_small,
+    through_memory,
 )
 from softfree.ops.kernels.tokens import (
     collect_tokens,
@@ -20,18 +21,6 @@ from softfree.ops.kernels.tokens import (
     spread_backward_tokens,
     spread_tokens,
 )
-
-
-@triton.jit
-def through_memory(p_small, b_x, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """A block (M, BLOCK) stored and loaded again.
-
-    A computed block as the right side of a product over tokens was found to be read from the wrong place
-    (Triton 3.6, sm_90: wrong results, out-of-bounds reads of shared memory); a loaded one is not.
-    """
-    store_small(p_small, b_x, m, width, BLOCK_M, BLOCK)
-    tl.debug_barrier()
-    return load_small(p_small, m, width, BLOCK_M, BLOCK)
 
 
 @triton.jit
@@ -64,7 +53,7 @@ def short_forward_kernel(
         b_l, b_centre, b_bias, log2_scale,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, HAS_KEY_MASK, FLOAT32, PRECISION,
     )  # fmt: skip
-    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
+    b_u = through_memory(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
     b_w = wide_product(mixing_matrix(b_y, b_rows, b_columns), b_u)
     b_w = narrow(through_memory(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C), p_q)
     spread_tokens(
@@ -106,6 +95,8 @@ def short_backward_kernel(
         b_l, b_centre, b_bias, log2_scale,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, FLOAT32, PRECISION,
     )  # fmt: skip
+    # W's place serves for dW until W is known.
+    b_dw = through_memory(p_w + head * m * d_v, b_dw, m, d_v, BLOCK_M, BLOCK_C)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_y = load_small(p_inverse + head * m * m, m, m, BLOCK_M, BLOCK_M)
     b_u = load_small(p_u + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C)

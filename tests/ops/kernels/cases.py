@@ -1,0 +1,112 @@
+"""Calls of the operator that reach every branch of the kernels, and how far off a result is."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import softfree
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and settings of one call."""
+
+    n: int
+    m: int
+    d: int
+    n_k: int | None = None  # cross-attention
+    d_v: int | None = None
+    batch: int = 2
+    heads: int = 2
+    key_mask: bool = False
+    landmark_mask: bool = False
+    smooth: bool = False
+    normalize: bool = True
+    start: str = "halving"
+    ridge: float = 0.0
+    iterations: int = 20
+
+
+SMALL = {
+    "one token": Case(1, 1, 4),
+    "odd": Case(37, 7, 8),
+    "masks": Case(75, 17, 16, key_mask=True, landmark_mask=True),
+    "cross": Case(21, 5, 16, n_k=50, d_v=24, key_mask=True, normalize=False, start="scaled"),
+    "ridge": Case(40, 9, 8, normalize=False, start="scaled", ridge=0.01),
+    "many steps": Case(20, 3, 8, iterations=40),
+}
+LARGE = {
+    "stage 1": Case(3136, 49, 32),
+    "stage 1, smooth": Case(3136, 49, 32, smooth=True),
+    "stage 2, masked": Case(785, 49, 32, key_mask=True, landmark_mask=True, smooth=True),
+    "stage 3": Case(196, 49, 32, normalize=False, start="scaled", ridge=0.01, heads=5),
+    "stage 4": Case(50, 50, 32, heads=8),
+    "cross": Case(2000, 7, 16, n_k=1500, d_v=24, key_mask=True),
+    "long, masked": Case(20000, 49, 32, key_mask=True, batch=1),
+    "few landmarks": Case(1500, 3, 32),
+}
+
+
+def arguments(case: Case, device: str) -> dict[str, Tensor | None]:
+    """Float64 tensors by name, ``grad`` among them."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device)
+
+    batch, heads, keys = case.batch, case.heads, case.n_k or case.n
+    q = normal(batch, heads, case.n, case.d)
+    if case.smooth:
+        q = q.cumsum(2) / case.n**0.5
+    chosen = torch.linspace(0, case.n - 1, case.m, device=device).long()
+    landmarks = q[:, :, chosen] + 0.3 * normal(batch, heads, case.m, case.d)
+    some = torch.rand(batch, keys, device=device) > 0.3
+    few = torch.rand(batch, case.m, device=device) > 0.2
+    few[:, 0] = True
+    return {
+        "q": q,
+        "v": normal(batch, heads, keys, case.d_v or case.d),
+        "landmarks": landmarks,
+        "k": normal(batch, heads, keys, case.d) if case.n_k else None,
+        "key_mask": some if case.key_mask else None,
+        "landmark_mask": few if case.landmark_mask else None,
+        "grad": normal(batch, heads, case.n, case.d_v or case.d),
+    }
+
+
+def results(
+    case: Case, tensors: dict[str, Tensor | None], dtype: torch.dtype, backend: str
+) -> dict[str, Tensor]:
+    """The result and all gradients at inputs of ``dtype``."""
+    inputs = {
+        name: tensors[name].to(dtype).detach().requires_grad_()
+        for name in ("q", "v", "landmarks", "k")
+        if tensors[name] is not None
+    }
+    x = softfree.soft_attention(
+        **inputs,
+        key_mask=tensors["key_mask"],
+        landmark_mask=tensors["landmark_mask"],
+        normalize=case.normalize,
+        start=case.start,
+        ridge=case.ridge,
+        iterations=case.iterations,
+        backend=backend,
+    )
+    gradients = torch.autograd.grad(x, list(inputs.values()), tensors["grad"].to(dtype))
+    return {"x": x.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+
+def errors(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Relative norm of what the kernels are off, against float64 at the same (rounded) inputs."""
+    tensors = arguments(case, device)
+    rounded = {
+        name: t.to(dtype).double() if t is not None and t.is_floating_point() else t
+        for name, t in tensors.items()
+    }
+    expected = results(case, rounded, torch.float64, "reference")
+    got = results(case, rounded, dtype, "triton")
+    return {
+        name: ((got[name].double() - expected[name]).norm() / expected[name].norm()).item()
+        for name in expected
+    }

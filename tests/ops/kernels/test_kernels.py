@@ -1,0 +1,55 @@
+"""The kernels without a GPU: interpreted on the CPU, and compiled for GPUs that are not there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need the package triton")
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+TOLERANCE = {"torch.float32": 1e-5, "torch.float16": 5e-3}
+
+
+def run(script: str, *arguments: str) -> list[dict]:
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_agree_with_the_reference():
+    lines = run("interpreted.py")
+    assert {line["path"] for line in lines} == {"one launch", "three launches"}
+    for line in lines:
+        for name, error in line["errors"].items():
+            assert error < TOLERANCE[line["dtype"]], (line, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("n", [196, 3136], ids=["one launch", "three launches"])
+def test_kernels_compile_and_fit_the_chip(architecture, n):
+    settings = {"architecture": architecture, "n": n, "m": 49, "d": 32, "masked": True}
+    kernels = run("ahead_of_time.py", json.dumps(settings))
+    names = {kernel["name"] for kernel in kernels}
+    if n == 196:
+        assert names == {"short_forward_kernel", "short_backward_kernel"}
+    else:
+        assert names == {
+            "collect_kernel",
+            "mixing_kernel",
+            "spread_kernel",
+            "mixing_backward_kernel",
+            "spread_backward_kernel",
+        }
+    shared_memory = {80: 163 * 1024, 90: 227 * 1024}[architecture]
+    for kernel in kernels:
+        assert kernel["shared"] <= shared_memory, kernel
+        # The passes over the tokens must not spill; one program a head may, a little.
+        token_pass = kernel["name"] in {"collect_kernel", "spread_kernel", "spread_backward_kernel"}
+        assert kernel["spilled"] <= (0 if token_pass else 1024), kernel

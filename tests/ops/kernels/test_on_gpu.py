@@ -1,0 +1,101 @@
+"""The kernels on a GPU, against the float64 reference there."""
+
+import functools
+
+import pytest
+import torch
+
+import softfree
+
+from .cases import LARGE, SMALL, Case, arguments, errors, results
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:softfree's Triton kernels:RuntimeWarning"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = {**SMALL, **{f"{name} (large)": case for name, case in LARGE.items()}}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+TYPICAL = LARGE["stage 1"], LARGE["stage 3"]
+attend = functools.partial(softfree.soft_attention, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_result_and_gradients_agree_with_float64(name, dtype):
+    for part, error in errors(CASES[name], dtype, "cuda").items():
+        assert error < TOLERANCE[dtype], part
+
+
+@pytest.mark.parametrize("case", TYPICAL, ids=["three launches", "one launch"])
+def test_twice_gives_the_same_bits(case):
+    tensors = arguments(case, "cuda")
+    once, again = (results(case, tensors, torch.bfloat16, "triton") for _ in range(2))
+    for name in once:
+        assert torch.equal(once[name], again[name]), name
+
+
+@pytest.mark.parametrize("case", TYPICAL, ids=["three launches", "one launch"])
+def test_a_sample_alone_equals_the_sample_in_a_batch(case):
+    tensors = arguments(case, "cuda")
+    alone = {name: t if t is None else t[1:] for name, t in tensors.items()}
+    whole = results(case, tensors, torch.float32, "triton")
+    part = results(case, alone, torch.float32, "triton")
+    for name in whole:
+        assert torch.allclose(whole[name][1:], part[name], rtol=1e-5, atol=1e-5), name
+
+
+def test_kernels_say_why_they_cannot_take_an_input():
+    q = torch.randn(1, 1, 64, 32, device="cuda", dtype=torch.float64)
+    with pytest.raises(ValueError, match="backend 'triton'.*float64"):
+        softfree.soft_attention(q, q, q[:, :, :8], backend="triton")
+
+
+def test_a_graph_replays_with_new_inputs():
+    q, v = torch.randn(2, 1, 4, 3136, 32, device="cuda").bfloat16()
+    landmarks = q[:, :, ::64].contiguous()
+    attend(q, v, landmarks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(q, v, landmarks)
+    v.copy_(torch.randn_like(v))
+    graph.replay()
+    assert torch.equal(captured, attend(q, v, landmarks))
+
+
+def test_strided_inputs_and_an_empty_batch():
+    qv = torch.randn(2, 400, 2, 4, 32, device="cuda").bfloat16()
+    q, v = (t.transpose(1, 2) for t in qv.unbind(2))
+    landmarks = q[:, :, ::8]
+    expected = attend(q.contiguous(), v.contiguous(), landmarks.contiguous())
+    assert torch.equal(attend(q, v, landmarks), expected)
+    assert attend(q[:0], v[:0], landmarks[:0]).shape == (0, 4, 400, 32)
+
+
+def test_operator_is_registered_correctly():
+    case = Case(70, 9, 16, key_mask=True)
+    tensors = arguments(case, "cuda")
+    names = ("q", "k", "v", "landmarks")
+    inputs = [t if t is None else t.float().requires_grad_() for t in (tensors[n] for n in names)]
+    settings = (0.25, True, 20, "halving", 0.0, "triton")
+    torch.library.opcheck(
+        torch.ops.softfree.attention, (*inputs, tensors["key_mask"], None, *settings)
+    )
+
+
+def test_compiled_model_equals_eager():
+    layer = softfree.SoftAttention(64, 2, stride=4, value_conv=3, backend="triton").cuda()
+    x = torch.randn(2, 28 * 28, 64, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True)
+    assert torch.allclose(compiled(x, (28, 28)), layer(x, (28, 28)), rtol=1e-4, atol=1e-4)
+
+
+def test_more_elements_than_an_int32_can_count():
+    if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+        pytest.skip("needs 60 GiB of GPU memory")
+    n = 2**31 // 64 + 5000
+    q = torch.randn(1, 1, n, 64, device="cuda", dtype=torch.bfloat16)
+    landmarks = q[:, :, -49:].contiguous()
+    x = attend(q, q, landmarks)
+    tail = softfree.soft_attention(q[:, :, -64:], q, landmarks, k=q, backend="torch")
+    assert (x[:, :, -64:].float() - tail.float()).norm() < 1e-2 * tail.float().norm()
