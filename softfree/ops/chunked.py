@@ -7,7 +7,7 @@ reused by every chunk, since on a CPU fresh memory costs more than the arithmeti
 
 Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = x - c``,
 
-    -||q - l||^2 / 2 = [q~, ||q~||^2, 1] . [l~, -1/2, -||l~||^2 / 2],
+    -||q - l||^2 / 2 = q~ . l~ - ||q~||^2 / 2 - ||l~||^2 / 2,
 
 where the shift by ``c`` keeps the terms as small as the distances themselves, so that their difference
 stays accurate, and a bound at 0 makes the squared distance non-negative.
@@ -67,7 +67,7 @@ def forward(
                 p, values = _masked(p, values, key_mask[batch, chunk])
             u[batch].flatten(0, 1).baddbmm_(p.mT, values)
         w = (mixing[batch] @ u[batch]).flatten(0, 1)
-        for chunk in query_chunks:
+        for chunk in reversed(query_chunks):  # the last chunk's kernel is still there
             product(x[batch, :, chunk], queries.kernel(batch, chunk), w)
     return x, inverse, u
 
@@ -117,7 +117,7 @@ def backward(
         )
         w, grad_u = w.flatten(0, 1), grad_u.flatten(0, 1)
         grad_landmarks[batch] = through_inverse
-        for chunk in query_chunks:
+        for chunk in reversed(query_chunks):
             g = load("grad", grad[batch, :, chunk])
             r = queries.kernel(batch, chunk)
             e = torch.bmm(g, w.mT, out=points.scratch("scores", r.shape))
@@ -175,6 +175,10 @@ class _Scratch:
 
     def product(self, out: Tensor, left: Tensor, right: Tensor) -> None:
         """``left @ right`` of (batch * heads, ..., ...) into ``out`` (batch, heads, chunk, d)."""
+        if out.shape[0] == 1 and out.dtype == left.dtype:
+            for head in range(out.shape[1]):  # a matrix product may write rows that lie apart
+                torch.mm(left[head], right[head], out=out[0, head])
+            return
         rows = self("rows", (left.shape[0], left.shape[1], right.shape[2]))
         out.copy_(torch.bmm(left, right, out=rows).view(out.shape))
 
@@ -194,9 +198,9 @@ class _Landmarks:
             count = mask.sum(1).clamp(min=1)[:, None, None, None]
             self.centre = self.values.sum(2, keepdim=True) / count
         self.centred = self.values - self.centre
-        norms = self.centred.square().sum(-1, keepdim=True)
-        extended = [self.centred, torch.full_like(norms, -0.5), -0.5 * norms]
-        self.extended = torch.cat(extended, -1).mul_(scale).mT
+        norms = self.centred.square().sum(-1)
+        self.factor = self.centred.mT * scale
+        self.bias = norms[:, :, None, :] * (-0.5 * scale)
         self.count = landmarks.shape[2]
         looks = norms.device.type == "cpu" and norms.dtype == torch.float32 and norms.numel() > 0
         self.far = looks and scale * norms.max().item() > FAR
@@ -228,18 +232,17 @@ class _Tokens:
         self.batch, self.chunk = batch, chunk
         tokens = self.tokens[batch, :, chunk]
         rows, heads, length, channels = tokens.shape
-        extended = marks.scratch(self.name, (rows, heads, length, channels + 2))
-        points, norms, ones = extended.split([channels, 1, 1], -1)
+        points = marks.scratch(self.name, (rows, heads, length, channels))
         torch.sub(tokens, marks.centre[batch], out=points)
-        torch.linalg.vector_norm(points, dim=-1, keepdim=True, out=norms)
-        norms.square_()
-        ones.fill_(1)
-        exponent = marks.scratch(self.name + " kernel", (rows * heads, length, marks.count))
         self.points = points.flatten(0, 1)
+        exponent = marks.scratch(self.name + " kernel", (rows * heads, length, marks.count))
         if marks.far:
             exponent.copy_(marks.wide_exponent(self.points, batch))
         else:
-            torch.bmm(extended.flatten(0, 1), marks.extended[batch].flatten(0, 1), out=exponent)
+            bias, factor = marks.bias[batch].flatten(0, 1), marks.factor[batch].flatten(0, 1)
+            torch.baddbmm(bias, self.points, factor, out=exponent)
+            norms = torch.linalg.vector_norm(self.points, dim=-1, keepdim=True)
+            exponent.sub_(norms.square_().mul_(0.5 * marks.scale))
         self.values = exponent.clamp_(max=0).exp_()
         if marks.absent is not None:
             self.values.view(rows, heads, length, -1).masked_fill_(marks.absent[batch], 0)

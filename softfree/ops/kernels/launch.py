@@ -109,7 +109,7 @@ def _fits(q: Tensor, block_m: int, block: int) -> bool:
     # The other dtypes keep W and dU in float32, and float32 its tokens split in two.
     if not hopper:
         return block_m <= 64 and block <= 32
-    return block <= 32 and block_m <= 128 or block_m <= 32
+    return (block <= 32 and block_m <= 128) or block_m <= 32
 
 
 def forward(
