@@ -31,7 +31,9 @@ TYPES = {
 ARCHITECTURE = 90
 
 
-def compile_instead(self: JITFunction, *args, grid, warmup, num_warps=4, num_stages=3, **kwargs):
+def compile_instead(
+    self: JITFunction, *args, grid, warmup, num_warps=4, num_stages=3, arch=None, **kwargs
+):
     """What ``kernel[grid](...)`` calls, with the launch left out."""
     values = dict(zip(self.arg_names, args, strict=False)) | kwargs
     signature, constants, attributes = {}, {}, {}
@@ -53,7 +55,11 @@ def compile_instead(self: JITFunction, *args, grid, warmup, num_warps=4, num_sta
     compiled = triton.compile(
         ASTSource(self, signature, constants, attributes),
         target=GPUTarget("cuda", ARCHITECTURE, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        options={
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            **({} if arch is None else {"arch": arch}),
+        },
     )
     registers, spilled = assembled(compiled.asm["ptx"])
     line = {
