@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 # Command and summary; the command's code is ``main(argv)`` in softfree/commands/<command>.py.
 COMMANDS = {
+    "benchmark": "Measure attentions, or whole models beside their peers: time, memory, throughput.",
     "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
     "models": "List the backbones: parameters, multiply-adds, and the papers' figures beside them.",
 }

@@ -10,14 +10,9 @@ small calls slower by a factor of a hundred.
 """
 
 import argparse
-import csv
 import datetime
 import os
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 import softfree
-from softfree.analysis import peak_extra_memory
+from softfree.analysis import describe_environment, peak_extra_memory, time_in_turn, write_csv
+from softfree.analysis.environment import cpu_name
 
 HEADS, HEAD_DIM, LANDMARKS = 2, 32, 49
 TOLERANCE = 1e-5
@@ -38,7 +34,6 @@ BACKWARD_TOKENS, BACKWARD_BAR = 3136, 10.0
 MEMORY_TOKENS, MEMORY_BAR = 65536, 64.0
 GROWTH_TOKENS, GROWTH_BAR = (16384, 262144), 1.15
 KINDS = ("tokens", "means")
-TURN = 0.1
 
 
 class Figure(NamedTuple):
@@ -81,22 +76,6 @@ def check(tokens: int, kind: str) -> float:
         out.backward(grad.to(dtype))
         results.append([out.detach(), *(t.grad for t in inputs)])
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
-
-
-def time_in_turn(calls: list[Callable[[], object]], budget: float) -> list[float]:
-    """Median seconds of each call. They take turns of ``TURN`` seconds until ``budget`` is spent."""
-    times: list[list[float]] = [[] for _ in calls]
-    begin = time.perf_counter()
-    rounds = 0
-    while rounds < 3 or time.perf_counter() - begin < budget:
-        for call, into in zip(calls, times, strict=True):
-            call()  # warms the caches that the other call has filled
-            turn = time.perf_counter()
-            while (now := time.perf_counter()) < turn + TURN:
-                call()
-                into.append(time.perf_counter() - now)
-        rounds += 1
-    return [statistics.median(each) for each in times]
 
 
 def forward_figure(tokens: int, kind: str, bar: float, budget: float) -> Figure:
@@ -148,15 +127,6 @@ def growth_figure(short: int, long: int, kind: str, bar: float, budget: float) -
     )  # fmt: skip
 
 
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def print_figures(console: Console, figures: list[Figure]) -> None:
     table = Table(header_style="bold", box=SIMPLE, pad_edge=False)
     table.add_column("figure")
@@ -174,23 +144,6 @@ def print_figures(console: Console, figures: list[Figure]) -> None:
             "[green]holds[/]" if f.holds else "[red]missed[/]",
         )
     console.print(table)
-
-
-def write_csv(path: Path, figures: list[Figure], threads: int) -> None:
-    machine = {
-        "date": datetime.date.today().isoformat(),
-        "cpu": cpu_name(),
-        "threads": threads,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "softfree": softfree.__version__,
-    }
-    rows = [{**f._asdict(), "holds": f.holds, **machine} for f in figures]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main() -> int:
@@ -232,7 +185,8 @@ def main() -> int:
         style="dim",
     )
     if arguments.csv:
-        write_csv(arguments.csv, figures, arguments.threads)
+        rows = [{**f._asdict(), "holds": f.holds} for f in figures]
+        write_csv(arguments.csv, rows, describe_environment())
         console.print(f"written to {arguments.csv}")
     return 0
 

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from softfree.analysis import peak_extra_memory, time_call
+from softfree.analysis import (
+    copy_bandwidth,
+    measure,
+    peak_extra_memory,
+    time_call,
+    time_graph,
+    time_in_turn,
+    time_queued,
+)
 
 KIB = 1024
 
@@ -52,3 +60,34 @@ def test_call_is_repeated_within_the_bounds():
 def test_impossible_repeats_are_refused():
     with pytest.raises(ValueError, match="got 0 and 5"):
         time_call(lambda: None, min_repeats=0, max_repeats=5)
+
+
+def test_calls_take_turns(monkeypatch):
+    monkeypatch.setattr(measure, "TURN", 1e-4)
+    order = []
+    calls = [lambda: order.append("a"), lambda: order.append("b")]
+    medians = time_in_turn(calls, 0.0, min_rounds=2)
+    turns = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
+    assert turns == ["a", "b", "a", "b"]
+    assert len(medians) == 2 and min(medians) > 0
+
+
+def test_queued_calls_on_a_cpu_are_repeated_within_the_bounds():
+    calls = []
+    timing = time_queued(lambda: calls.append(0), "cpu", min_repeats=2, max_repeats=4, budget=0.0)
+    assert timing.repeats == 2 and len(calls) == 3
+
+
+def test_bandwidth_counts_reading_and_writing(monkeypatch):
+    timing = measure.Timing(0.5, 1, 0.5)
+    monkeypatch.setattr(measure, "time_queued", lambda call, device, budget: timing)
+    assert copy_bandwidth("cpu", size=1000) == 4000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_queued_and_graphed_times_of_a_long_call_agree():
+    x = torch.zeros(2**28, device="cuda")
+    queued, graphed = time_queued(x.neg, "cuda", budget=0.1), time_graph(x.neg, budget=0.1)
+    assert graphed is not None
+    assert 0.5 < queued.median / graphed < 2

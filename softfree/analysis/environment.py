@@ -1,0 +1,62 @@
+"""What a measured number must name: the date, the device, the versions."""
+
+import csv
+import datetime
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+
+def cpu_name() -> str:
+    """The processor's model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def device_name(device: torch.device | str = "cpu") -> str:
+    """The model of the GPU or of the processor."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_name()
+
+
+def describe_environment(device: torch.device | str = "cpu") -> dict[str, object]:
+    """Date, device, CPU threads and versions; ``""`` for a package that is not installed.
+
+    Example:
+        >>> list(describe_environment("cpu"))
+        ['date', 'device', 'threads', 'python', 'torch', 'triton', 'timm', 'softfree']
+    """
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _version(name) for name in ("triton", "timm", "softfree")},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def write_csv(
+    path: Path, rows: Sequence[Mapping[str, object]], measured_in: Mapping[str, object]
+) -> None:
+    """Write rows of the same columns, each followed by the environment; folders are made as needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *measured_in])
+        writer.writeheader()
+        writer.writerows({**row, **measured_in} for row in rows)

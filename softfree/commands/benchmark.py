@@ -1,0 +1,25 @@
+"""Measure attentions, or whole models beside their peers: time, memory, throughput.
+
+`softfree benchmark attention` compares the operator with torch's softmax attention; each of ours is checked
+against the float64 reference first, and a wrong one is not timed (exit code 1).
+`softfree benchmark model NAME ...` compares any models that timm knows, ours among them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import tyro
+
+from softfree.commands._benchmark_attention import attention
+from softfree.commands._benchmark_model import model
+
+BENCHMARKS: dict[str, Callable[..., int]] = {"attention": attention, "model": model}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree benchmark`` with these arguments; return the exit code."""
+    if not argv or argv[0] not in (*BENCHMARKS, "-h", "--help"):
+        given = f"got {argv[0]!r}" if argv else "e.g. `softfree benchmark attention`"
+        raise ValueError(f"benchmark what? One of {', '.join(BENCHMARKS)}; {given}")
+    return tyro.extras.subcommand_cli_from_dict(
+        BENCHMARKS, args=argv, prog="softfree benchmark", description=__doc__
+    )
