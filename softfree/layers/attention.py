@@ -109,9 +109,7 @@ class SoftAttention(nn.Module):
         landmarks, landmark_mask = self.sampler(keys, size, mask)
         queries = keys
         if context is not None:
-            dim = self.qv.in_features
-            bias = None if self.qv.bias is None else self.qv.bias[:dim]
-            queries = F.linear(x, self.qv.weight[:dim], bias)
+            queries = query_projection(self.qv, x)
             queries = queries.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         out = soft_attention(
             queries,
@@ -194,13 +192,18 @@ class SoftmaxAttention(nn.Module):
         heads = (self.num_heads, -1)
         q, k, v = self.qkv(source).chunk(3, -1)
         if context is not None:
-            dim = self.proj.in_features
-            bias = None if self.qkv.bias is None else self.qkv.bias[:dim]
-            q = F.linear(x, self.qkv.weight[:dim], bias)
+            q = query_projection(self.qkv, x)
         q, k, v = (t.unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
         key_mask = None if mask is None else mask[:, None, None, :]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask)
         return self.proj(out.transpose(1, 2).flatten(2))
+
+
+def query_projection(projection: nn.Linear, x: Tensor) -> Tensor:
+    """The queries alone of a projection to queries and more: its first rows, as many as channels."""
+    dim = projection.in_features
+    bias = None if projection.bias is None else projection.bias[:dim]
+    return F.linear(x, projection.weight[:dim], bias)
 
 
 def check_heads(dim: int, num_heads: int) -> None:
