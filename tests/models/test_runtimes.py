@@ -1,8 +1,8 @@
 """Whole models under everything PyTorch does to a model: compiling, exporting, casting, distributing."""
 
 import copy
+import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -157,32 +157,38 @@ def test_a_training_step_lowers_the_loss(name):
     assert losses[1] < losses[0]
 
 
-def _distributed_step(rank: int, port: int, names: list[str]) -> None:
+def _distributed_step(rank: int, store: str, names: list[str]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
-    try:
-        for name in names:
-            for features_only in (False, True):
-                kwargs = dict(features_only=True, out_indices=(1, 2)) if features_only else {}
-                model = DistributedDataParallel(small(name, **kwargs))
-                torch.manual_seed(rank)
-                # A second step is where DDP complains of a parameter that got no gradient.
-                for _ in range(2):
-                    out = model(image())
-                    maps = out if features_only else [out]
-                    sum((m * torch.randn_like(m)).sum() for m in maps).backward()
-                gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-                both = [torch.empty_like(gradient) for _ in range(2)]
-                dist.all_gather(both, gradient)
-                assert torch.equal(*both), name
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{store}", world_size=2, rank=rank)
+    for name in names:
+        for features_only in (False, True):
+            kwargs = dict(features_only=True, out_indices=(1, 2)) if features_only else {}
+            model = DistributedDataParallel(small(name, **kwargs))
+            torch.manual_seed(rank)
+            # A second step is where DDP complains of a parameter that got no gradient.
+            for _ in range(2):
+                out = model(image())
+                maps = out if features_only else [out]
+                sum((m * torch.randn_like(m)).sum() for m in maps).backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+            both = [torch.empty_like(gradient) for _ in range(2)]
+            dist.all_gather(both, gradient)
+            assert torch.equal(*both), name
+    dist.barrier()
+    os._exit(0)  # gloo's own end may wait for ever for a process that has gone
 
 
-def test_data_parallel_training_finds_no_unused_parameters(monkeypatch):
+def test_data_parallel_training_finds_no_unused_parameters(monkeypatch, tmp_path):
     # The new processes import this file by the name it has here.
     monkeypatch.syspath_prepend(Path(__file__).parents[__name__.count(".")])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_distributed_step, (port, KINDS), nprocs=2)
+    arguments = (str(tmp_path / "store"), KINDS)
+    context = mp.spawn(_distributed_step, arguments, nprocs=2, join=False)
+    try:
+        for _ in range(2):  # each call ends with the first process that does
+            if context.join(timeout=150):
+                break
+        else:
+            pytest.fail("the two processes did not end")
+    finally:
+        for process in context.processes:
+            process.kill()
