@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from softfree.layers.landmarks import Landmarks, Size, create_sampler
 from softfree.ops import soft_attention
-from softfree.ops.attention import BACKENDS
+from softfree.ops.attention import check_backend
 from softfree.ops.inverse import check_iteration
 
 
@@ -70,10 +70,7 @@ class SoftAttention(nn.Module):
         check_heads(dim, num_heads)
         if value_conv < 0 or (value_conv and value_conv % 2 == 0):
             raise ValueError(f"value_conv must be 0 or an odd number, got {value_conv}")
-        if backend not in BACKENDS:
-            raise ValueError(
-                f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
-            )
+        check_backend(backend)
         check_iteration(iterations, start, ridge)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads

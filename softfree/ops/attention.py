@@ -85,10 +85,7 @@ def soft_attention(
         scale = 1 / math.sqrt(q.shape[-1])
     elif not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
-        )
+    check_backend(backend)
     settings = (float(scale), bool(normalize), iterations, start, float(ridge))
     if backend == "reference":
         return reference.soft_attention(
@@ -110,6 +107,14 @@ def soft_attention(
     return torch.ops.softfree.attention(
         q, k, v, landmarks, key_mask, landmark_mask, *settings, _choose(backend, q, v, landmarks)
     )[0]
+
+
+def check_backend(backend: str) -> None:
+    """Raise if there is no backend of that name."""
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
+        )
 
 
 def _choose(backend: str, q: Tensor, v: Tensor, landmarks: Tensor) -> str:

@@ -40,13 +40,10 @@ def present_landmarks(p_mask, batch, m, BLOCK_M: tl.constexpr, HAS_MASK: tl.cons
 
 
 @triton.jit
-def present_keys(p_mask, batch, n, offs_n, HAS_MASK: tl.constexpr):
-    """(N,) bool: the key exists and takes part."""
-    present = offs_n < n
-    if HAS_MASK:
-        p_row = p_mask + batch.to(tl.int64) * n
-        present = present & (tl.load(p_row + offs_n, mask=present, other=0) != 0)
-    return present
+def present_keys(p_mask, batch, n, offs_n):
+    """(N,) bool: the key exists and its mask lets it take part."""
+    p_row = p_mask + batch.to(tl.int64) * n
+    return tl.load(p_row + offs_n, mask=offs_n < n, other=0) != 0
 
 
 @triton.jit

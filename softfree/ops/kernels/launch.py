@@ -147,7 +147,7 @@ def forward(
     keys = q if k is None else _rows(k)
     landmarks = landmarks.contiguous()
     key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
-    flags = _flags(q, shape)
+    flags = _flags(q)
     newton = dict(
         NORMALIZE=normalize,
         HALVING=start == "halving",
@@ -222,7 +222,7 @@ def backward(
     keys, into = (q, grad_q) if k is None else (_rows(k), grad_k)
     landmarks = landmarks.contiguous()
     key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
-    flags = _flags(q, shape)
+    flags = _flags(q)
     log2_scale = scale * math.log2(math.e)
     blocks = dict(BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c)
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
@@ -333,7 +333,7 @@ def _small(landmarks: Tensor, shape: _Shape, width: int) -> Tensor:
     return torch.empty(sizes, dtype=torch.float32, device=landmarks.device)
 
 
-def _flags(q: Tensor, shape: _Shape) -> dict:
+def _flags(q: Tensor) -> dict:
     wide = q.dtype == torch.float32
     return dict(FLOAT32=wide, PRECISION="tf32x3" if wide else "tf32")
 

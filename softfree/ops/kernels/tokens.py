@@ -61,9 +61,9 @@ def collect_tokens(
     b_sum = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     for start in range(first, last, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
-        present = present_keys(p_key_mask, batch, last, offs_n, False)
+        present = offs_n < last
         if HAS_KEY_MASK:
-            present = present & present_keys(p_key_mask, batch, n, offs_n, True)
+            present = present & present_keys(p_key_mask, batch, n, offs_n)
         b_t = load_tokens(p_t, t_stride, offs_n, present, d, b_centre, BLOCK_D, FLOAT32)
         b_x = load_rows(p_x, x_stride, offs_n, present, d_v, BLOCK_C)
         b_k = kernel_of_landmarks(b_t, b_l, b_bias, log2_scale, PRECISION)
@@ -171,7 +171,7 @@ def spread_backward_tokens(
         inside = offs_n < last
         present = inside
         if HAS_KEY_MASK:
-            present = present_keys(p_key_mask, batch, n, offs_n, True) & inside
+            present = present_keys(p_key_mask, batch, n, offs_n) & inside
         if QUERIES:
             b_t = load_tokens(p_t, t_stride, offs_n, inside, d, b_centre, BLOCK_D, FLOAT32)
         else:
