@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from timm.layers import ConvNormAct, trunc_normal_
 from torch import Tensor, nn
 
+from softfree.ops.exportable import exporting
+
 
 def stem(in_chans: int, dim: int, *, overlap: bool = True, width: int = 32) -> nn.Sequential:
     """Image (batch, in_chans, H, W) to a map at a quarter of the size, (batch, dim, H/4, W/4).
@@ -66,7 +68,7 @@ class PositionEmbedding(nn.Module):
         """Add the positions to tokens (batch, prefix + H * W, dim)."""
         weight: Tensor = self.weight
         # An exported program must resize at every size, also if the example has the learned one.
-        if torch.compiler.is_exporting() or tuple(size) != self.grid:
+        if exporting() or tuple(size) != self.grid:
             weight = resize_positions(weight, self.grid, size, self.prefix)
         return x + weight.to(x.dtype)
 

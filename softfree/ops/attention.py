@@ -6,6 +6,7 @@ so ``torch.compile`` traces through it as one node and the FLOP counter knows it
 
 import importlib.util
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from softfree.ops import chunked, exportable, reference
 from softfree.ops.inverse import check_iteration, compute_dtype
 
 BACKENDS = ("auto", "reference", "torch", "triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -101,7 +103,7 @@ def soft_attention(
             start=start,
             ridge=ridge,
         )
-    if torch.compiler.is_exporting():
+    if exportable.exporting():
         with torch.autocast(q.device.type, enabled=False):
             return exportable.soft_attention(q, k, v, landmarks, key_mask, landmark_mask, *settings)
     return torch.ops.softfree.attention(
@@ -119,18 +121,26 @@ def check_backend(backend: str) -> None:
 
 def _choose(backend: str, q: Tensor, v: Tensor, landmarks: Tensor) -> str:
     """``"torch"`` or ``"triton"``."""
-    if backend != "triton":
+    if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return "torch"
     obstacle: str | None
-    if importlib.util.find_spec("triton") is None:
-        obstacle = "the package triton is not installed"
-    else:
+    if HAS_TRITON:
         from softfree.ops.kernels import launch
 
         obstacle = launch.unsupported(q, v, landmarks)
-    if obstacle is not None:
+    else:
+        obstacle = "the package triton is not installed"
+    if obstacle is None:
+        return "triton"
+    if backend == "triton":
         raise ValueError(f"backend 'triton': the kernels can't take this input: {obstacle}")
-    return "triton"
+    if not torch.compiler.is_compiling():
+        # The same place and text each time, so Python shows it once.
+        warnings.warn(
+            f"softfree's kernels can't take this input: {obstacle}. Backend 'torch', slower, takes it.",
+            stacklevel=1,
+        )
+    return "torch"
 
 
 def _implementation(backend: str) -> Any:

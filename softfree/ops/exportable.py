@@ -12,6 +12,15 @@ from softfree.ops.inverse import compute_dtype, newton_iterate
 from softfree.ops.reference import normalize_inverse
 
 
+def exporting() -> bool:
+    """Whether torch.export is tracing.
+
+    ``torch.compiler.is_exporting()`` alone is also true under ``torch.compile``, whose tracer takes it for
+    a constant.
+    """
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def soft_attention(
     q: Tensor,
     k: Tensor | None,

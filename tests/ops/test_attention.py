@@ -525,6 +525,20 @@ def test_the_gradient_operator_is_registered_rightly(name):
     )
 
 
+def test_compiled_code_calls_the_operator():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    q = torch.randn(1, 2, 30, 8)
+    torch.compile(softfree.soft_attention, backend=backend)(q, q, q[:, :, :5])
+    called = {node.target for graph in graphs for node in graph.graph.nodes}
+    assert torch.ops.softfree.attention in called
+
+
 @pytest.mark.parametrize(
     "compiler",
     [

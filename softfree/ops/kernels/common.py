@@ -100,10 +100,20 @@ def product(b_a, b_b, PRECISION: tl.constexpr):
 def exact_product(b_a, b_b, PRECISION: tl.constexpr):
     """``a @ b`` with ``a`` float32 kept to 16 bits where ``b`` is bfloat16 (which is exact as it is)."""
     if b_b.dtype == tl.bfloat16:
-        b_high = b_a.to(tl.bfloat16)
-        b_low = (b_a - b_high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(b_high, b_b, tl.dot(b_low, b_b))
+        b_high = cut_to_bfloat16(b_a, 0)
+        b_low = (b_a - b_high).to(tl.bfloat16)
+        return tl.dot(b_high.to(tl.bfloat16), b_b, tl.dot(b_low, b_b))
     return tl.dot(b_a, b_b.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def cut_to_bfloat16(b_x, add: tl.constexpr):
+    """float32 blocks with the lower 16 bits cut off; ``add=0x8000`` rounds.
+
+    By integer operations: a conversion to bfloat16 and back runs at the rate of the exponential.
+    """
+    b_bits = (b_x.to(tl.uint32, bitcast=True) + add) & 0xFFFF0000
+    return b_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -129,8 +139,21 @@ def split_product(b_a, b_b, HALVES: tl.constexpr):
 
 
 @triton.jit
-def wide_product(b_a, b_b):
-    """``a @ b`` of float32 blocks of any size, to 2^-22 of their largest entries."""
-    a_size = tl.maximum(tl.max(tl.max(tl.abs(b_a), 1), 0), 1e-30)
-    b_size = tl.maximum(tl.max(tl.max(tl.abs(b_b), 1), 0), 1e-30)
-    return split_product(b_a / a_size, b_b / b_size, True) * (a_size * b_size)
+def wide_product(b_a, b_b, FIRST_IS_SMALL: tl.constexpr = False):
+    """``a @ b`` of float32 blocks of any size, to 2^-22 of their largest entries.
+
+    ``FIRST_IS_SMALL``: ``a`` is within float16's range as it is.
+    """
+    size = largest(b_b)
+    b_b = b_b * (1.0 / size)
+    if not FIRST_IS_SMALL:
+        a_size = largest(b_a)
+        b_a = b_a * (1.0 / a_size)
+        size *= a_size
+    return split_product(b_a, b_b, True) * size
+
+
+@triton.jit
+def largest(b_x):
+    """The largest absolute value of a block."""
+    return tl.maximum(tl.max(tl.max(tl.abs(b_x), 1), 0), 1e-30)

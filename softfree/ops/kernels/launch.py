@@ -7,7 +7,6 @@ spread_backward (dQ, dV, the tokens' parts of dL), a sum of the parts. Short inp
 
 import functools
 import math
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,9 @@ MAX_CHANNELS = 128
 MAX_LANDMARKS = 256
 MAX_FUSED_LANDMARKS = 128  # beyond, the m x m part is batched matrix products
 MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
-SHORT = 1024  # tokens up to which a head is one program
+# One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
+# With more heads the token passes of their own keep more programs on a processor.
+ONE_LAUNCH = ((1024, 1), (256, 4))
 
 
 class Tile(NamedTuple):
@@ -35,10 +36,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the block of landmarks and whether inputs are 16 bits wide. The token passes were tuned on an NVIDIA
-# H200 at d = 32; the others are not tuned as they are compiled now.
+# By the block of landmarks and whether inputs are 16 bits wide; tuned on an NVIDIA H200 at d = 32.
 TILES = {
-    "collect": {(64, True): Tile(64, 4, 3)},
+    "collect": {(64, True): Tile(128, 4, 3)},
     "spread": {(64, True): Tile(64, 4, 3)},
     "spread_backward": {(64, True): Tile(64, 4, 3)},
     "short_forward": {(64, True): Tile(64, 4, 2)},
@@ -46,7 +46,7 @@ TILES = {
     "mixing": {(64, True): Tile(0, 4, 3)},
     "mixing_backward": {(64, True): Tile(0, 4, 3)},
 }
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 2
 # Kernels with m x m products are compiled as for Ampere, whose matrix instructions take their operands from
 # registers: as for Hopper, some of them read their operands from the wrong place in shared memory.
 AMPERE = {} if triton.knobs.runtime.interpret else {"arch": "sm80"}
@@ -54,9 +54,11 @@ AMPERE = {} if triton.knobs.runtime.interpret else {"arch": "sm80"}
 
 def _tile(kernel: str, shape: "_Shape") -> Tile:
     tuned = TILES[kernel].get((shape.block_m, shape.half))
-    if tuned is not None and shape.block_d <= 64 and shape.block_c <= 64:
+    if tuned is not None and shape.block_d <= 64 and shape.block_c <= 64 and shape.hopper:
         return tuned
     wide = shape.block_m > 64 or max(shape.block_d, shape.block_c) > 64
+    if not shape.hopper and kernel == "spread_backward":
+        return Tile(32, 4, 2)  # else registers spill
     return Tile(32 if wide else 64, 8 if wide else 4, 1 if wide else 2)
 
 
@@ -70,13 +72,15 @@ class _Shape(NamedTuple):
     block_d: int
     block_c: int
     half: bool  # inputs of 16 bits
+    hopper: bool
 
     @classmethod
     def of(cls, q: Tensor, v: Tensor, landmarks: Tensor) -> "_Shape":
         batch, heads, m, d = landmarks.shape
         d_v = v.shape[3]
         half = q.dtype.itemsize == 2
-        return cls(batch, heads, m, d, d_v, _block(m), _block(d), _block(d_v), half)
+        blocks = _block(m), _block(d), _block(d_v)
+        return cls(batch, heads, m, d, d_v, *blocks, half, is_hopper(q.device))
 
     @property
     def rows(self) -> int:
@@ -107,7 +111,7 @@ def _fits(q: Tensor, block_m: int, block: int) -> bool:
     """Whether a program's blocks fit its shared memory, by what the compiler reports it needs."""
     if q.device.type != "cuda":
         return True
-    hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
+    hopper = is_hopper(q.device)
     if q.dtype == torch.bfloat16:
         return block_m * block <= (128 * 128 if hopper else 64 * 64)
     # The other dtypes keep W and dU in float32, and float32 its tokens split in two.
@@ -130,13 +134,6 @@ def forward(
     ridge: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.chunked.forward`."""
-    if q.device.type == "cuda":
-        warnings.warn(
-            "softfree's Triton kernels are not finished: compiled for Hopper by Triton 3.6, some of them "
-            "read out of bounds. Use backend='auto' for anything but work on the kernels.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     shape = _Shape.of(q, v, landmarks)
     x = token_tensor(q, shape.d_v)
     inverse = _small(landmarks, shape, shape.m)
@@ -156,11 +153,11 @@ def forward(
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
     log2_scale = scale * math.log2(math.e)
     n, n_k = q.shape[2], keys.shape[2]
-    if max(n, n_k) <= SHORT and shape.m <= MAX_FUSED_LANDMARKS:
+    if _one_launch(max(n, n_k), shape, q):
         tile = _tile("short_forward", shape)
         short_forward_kernel[(shape.rows,)](
             q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse, u,
-            torch.empty_like(u), shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
+            shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
             *_strides(q), *_strides(keys), *_strides(v), *_strides(x),
             scale, log2_scale, iterations, ridge,
             BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
@@ -174,7 +171,7 @@ def forward(
             landmarks, _or(landmark_mask, q), parts, inverse, u, w,
             shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
             BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-            PARTS=_parts_at_once(shape), HAS_LANDMARK_MASK=landmark_mask is not None,
+            PARTS=_parts_at_once(parts.shape[1], shape), HAS_LANDMARK_MASK=landmark_mask is not None,
             FLOAT32=flags["FLOAT32"], **newton,
             num_warps=_tile("mixing", shape).warps, **AMPERE,
         )  # fmt: skip
@@ -227,11 +224,11 @@ def backward(
     blocks = dict(BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c)
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
     n, n_k = q.shape[2], keys.shape[2]
-    if max(n, n_k) <= SHORT and shape.m <= MAX_FUSED_LANDMARKS:
+    if _one_launch(max(n, n_k), shape, q):
         tile = _tile("short_backward", shape)
         short_backward_kernel[(shape.rows,)](
             grad, q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), inverse, u,
-            torch.empty_like(u), torch.empty_like(u), grad_q, into, grad_v, grad_landmarks,
+            grad_q, into, grad_v, grad_landmarks,
             shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
             *_strides(grad), *_strides(q), *_strides(keys), *_strides(v),
             *_strides(grad_q), *_strides(into), *_strides(grad_v), scale, log2_scale,
@@ -250,7 +247,7 @@ def backward(
         mixing_backward_kernel[(shape.rows,)](
             landmarks, _or(landmark_mask, q), parts, inverse, u, w, du, dl,
             shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], dl_parts, scale,
-            PARTS=_parts_at_once(shape), HAS_LANDMARK_MASK=landmark_mask is not None,
+            PARTS=_parts_at_once(parts.shape[1], shape), HAS_LANDMARK_MASK=landmark_mask is not None,
             NORMALIZE=normalize, FLOAT32=flags["FLOAT32"], **blocks,
             num_warps=_tile("mixing_backward", shape).warps, **AMPERE,
         )  # fmt: skip
@@ -307,25 +304,42 @@ def _collect(
     return parts
 
 
+def _one_launch(n: int, shape: _Shape, like: Tensor) -> bool:
+    """Whether one kernel does all: few tokens a head, and few heads."""
+    count = processors(like.device)
+    return shape.m <= MAX_FUSED_LANDMARKS and any(
+        n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH
+    )
+
+
 def _deal(n: int, tile: int, rows: int, like: Tensor) -> tuple[int, int]:
     """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
     tiles = triton.cdiv(n, tile)
     programs = max(
-        1, min(tiles, triton.cdiv(PROGRAMS_PER_PROCESSOR * _processors(like.device), rows))
+        1, min(tiles, triton.cdiv(PROGRAMS_PER_PROCESSOR * processors(like.device), rows))
     )
     stretch = triton.cdiv(tiles, programs) * tile
     return triton.cdiv(n, stretch), stretch
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def is_hopper(device: torch.device) -> bool:
+    """Whether the GPU is of that generation or later; a device that is no GPU counts as one."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _parts_at_once(shape: _Shape) -> int:
-    return 4 if shape.block_m * shape.block_c <= 64 * 64 else 1
+def _parts_at_once(parts: int, shape: _Shape) -> int:
+    """How many parts of a sum a program loads together: as many as there are, while registers last."""
+    return min(
+        triton.next_power_of_2(parts), max(1, 4 * 64 * 32 // (shape.block_m * shape.block_c))
+    )
 
 
 def _small(landmarks: Tensor, shape: _Shape, width: int) -> Tensor:

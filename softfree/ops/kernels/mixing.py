@@ -5,6 +5,9 @@ import triton.language as tl
 
 from softfree.ops.kernels.common import present_landmarks, split_product, wide_product
 
+# Sum of the eigenvalues of I - BY whose squares are nothing in float32: the root of its precision.
+CONVERGED = tl.constexpr(2.0**-11.5)
+
 
 @triton.jit
 def landmark_matrix(
@@ -31,55 +34,63 @@ def landmark_matrix(
         b_l = tl.where(b_present[:, None], b_l, 0.0)
         count = tl.maximum(tl.sum(b_present.to(tl.float32), 0), 1.0)
         b_l = tl.where(b_present[:, None], b_l - (tl.sum(b_l, 0) / count)[None, :], 0.0)
-        b_l = tl.clamp(
-            b_l, -60000.0, 60000.0
-        )  # float16's range; such landmarks are like no other anyway
+        # float16's range: landmarks beyond it are like no other anyway.
+        b_l = tl.clamp(b_l, -60000.0, 60000.0)
         b_gram = split_product(b_l, tl.trans(b_l), True)
-        b_diagonal = tl.where(b_eye, b_gram, 0.0)
-        b_distance = tl.sum(b_diagonal, 1)[:, None] + tl.sum(b_diagonal, 0)[None, :] - 2.0 * b_gram
-        b_distance = tl.where(b_eye, 0.0, tl.maximum(b_distance, 0.0))
+        b_norms = tl.sum(tl.where(b_eye, b_gram, 0.0), 1)
+        b_distance = tl.maximum(b_norms[:, None] + b_norms[None, :] - 2.0 * b_gram, 0.0)
     b_both = b_present[:, None] & b_present[None, :]
-    return tl.where(b_both, tl.exp(-0.5 * scale * b_distance), b_eye.to(tl.float32))
+    return tl.where(b_both & ~b_eye, tl.exp(-0.5 * scale * b_distance), b_eye.to(tl.float32))
 
 
 @triton.jit
 def newton_inverse(
     b_a, iterations, ridge, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, HALVES: tl.constexpr
 ):
-    """The iteration of :mod:`softfree.ops.inverse` on one matrix (M, M) of non-negative entries."""
+    """The iteration of :mod:`softfree.ops.inverse` on one matrix (M, M) of non-negative entries.
+
+    Sums are along rows throughout: the matrices are symmetric, and sums along columns take many times
+    the instructions.
+    """
     offs_m = tl.arange(0, BLOCK_M)
     b_eye = offs_m[:, None] == offs_m[None, :]
     b_b = tl.where(b_eye, b_a + ridge, b_a)
-    norm = tl.max(tl.sum(b_a, 0), 0)
+    norm = tl.max(tl.sum(b_a, 1), 0)
     alpha = 2.0 / (norm * norm)
     bound = tl.minimum(0.9 * alpha, 1.9 / ((norm + ridge) * (norm + ridge)))
     if HALVING:
         b_square = split_product(b_b, b_b, HALVES)
-        b_columns = tl.sum(b_square, 0)
-        b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 0)
-        reciprocal = tl.max(tl.maximum((b_columns - 2 * b_diagonal) * 100.0, b_columns / 2.01), 0)
+        b_rows = tl.sum(b_square, 1)
+        b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 1)
+        reciprocal = tl.max(tl.maximum((b_rows - 2 * b_diagonal) * 100.0, b_rows / 2.01), 0)
         halved = alpha
-        for _ in tl.static_range(10):
+        for _ in range(10):
             halved = tl.where(halved * reciprocal > 1.0, 0.5 * halved, halved)
         bound = tl.minimum(bound, halved)
     b_y = bound * b_b
-    for _ in range(iterations):
-        b_by = split_product(b_b, b_y, HALVES)
-        b_y = 2.0 * b_y - split_product(b_y, b_by, HALVES)
+    remaining = BLOCK_M * 1.0
+    for step in range(iterations):
+        if remaining > CONVERGED:
+            b_by = split_product(b_b, b_y, HALVES)
+            b_y = 2.0 * b_y - split_product(b_y, b_by, HALVES)
+            if step > 8:
+                # The eigenvalues of I - BY lie in [0, 1) here, so their sum bounds them all, and the step
+                # just taken has squared them: below the bound, further steps would only round anew.
+                remaining = BLOCK_M - tl.sum(tl.sum(tl.where(b_eye, b_by, 0.0), 1), 0)
     return b_y
 
 
 @triton.jit
-def mixing_matrix(b_y, b_root_rows, b_root_columns):
-    """``Y' = D^-1/2 Y D^-1/2`` (M, M); the roots are 1 for SOFT."""
-    return b_root_rows[:, None] * b_y * b_root_columns[None, :]
+def mixing_matrix(b_y, b_root):
+    """``Y' = D^-1/2 Y D^-1/2`` (M, M); the roots (M,) are 1 for SOFT."""
+    return b_root[:, None] * b_y * b_root[None, :]
 
 
 @triton.jit
-def normalizer(b_a, AXIS: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """``D^-1/2`` (M,) by the row or column sums of the symmetric ``A``, or ones."""
+def normalizer(b_a, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``D^-1/2`` (M,) by the row sums of ``A``, or ones."""
     if NORMALIZE:
-        b_root = tl.rsqrt(tl.sum(b_a, AXIS))
+        b_root = tl.rsqrt(tl.sum(b_a, 1))
     else:
         b_root = tl.full((BLOCK_M,), 1.0, tl.float32)
     return b_root
@@ -123,18 +134,6 @@ def load_small(p_in, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def through_memory(p_small, b_x, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """A block (M, BLOCK) stored and loaded again, for use as the right side of a product.
-
-    Triton 3.6 for sm_90 was found to read some computed right sides from the wrong place in shared memory
-    (wrong results, reads out of bounds); a block that comes from a load is safe.
-    """
-    store_small(p_small, b_x, m, width, BLOCK_M, BLOCK)
-    tl.debug_barrier()
-    return load_small(p_small, m, width, BLOCK_M, BLOCK)
-
-
-@triton.jit
 def mixing_kernel(
     p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w,
     heads, m, d, d_v, parts, scale, iterations, ridge,
@@ -147,13 +146,12 @@ def mixing_kernel(
     p_l += head * m * d
     b_present = present_landmarks(p_landmark_mask, head // heads, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    b_rows = normalizer(b_a, 1, NORMALIZE, BLOCK_M)
-    b_columns = normalizer(b_a, 0, NORMALIZE, BLOCK_M)
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
     b_u = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
-    b_u = through_memory(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
-    b_w = wide_product(mixing_matrix(b_y, b_rows, b_columns), b_u)
+    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
+    b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
 
 
@@ -166,15 +164,14 @@ def mixing_gradient(
 
     As ``softfree.ops.mixing.mixing_backward``, with left and right expressed by dU and W.
     """
-    b_rows = normalizer(b_a, 1, NORMALIZE, BLOCK_M)
-    b_columns = normalizer(b_a, 0, NORMALIZE, BLOCK_M)
-    b_mixing = mixing_matrix(b_y, b_rows, b_columns)
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    b_mixing = mixing_matrix(b_y, b_root)
     b_w = wide_product(b_mixing, b_u)
     b_du = wide_product(tl.trans(b_mixing), b_dw)
-    b_da = -wide_product(b_du, tl.trans(b_w)) / (b_rows[:, None] * b_columns[None, :])
+    b_da = -wide_product(b_du, tl.trans(b_w)) / (b_root[:, None] * b_root[None, :])
     if NORMALIZE:
         b_through_rows = tl.sum(b_dw * b_w + b_u * b_du, 1)
-        b_da += (-0.5 * b_rows * b_rows * b_through_rows)[:, None]
+        b_da += (-0.5 * b_root * b_root * b_through_rows)[:, None]
     b_e = scale * b_a * (b_da + tl.trans(b_da))
     b_e = tl.where(b_present[:, None] & b_present[None, :], b_e, 0.0)
     b_dl = wide_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
@@ -196,8 +193,6 @@ def mixing_backward_kernel(
     b_y = load_small(p_inverse + head * m * m, m, m, BLOCK_M, BLOCK_M)
     b_u = load_small(p_u + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C)
     b_dw = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
-    # W's place serves for dW until W is known.
-    b_dw = through_memory(p_w + head * m * d_v, b_dw, m, d_v, BLOCK_M, BLOCK_C)
     b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
     b_l = tl.where(b_present[:, None], b_l, 0.0)
     b_w, b_du, b_dl = mixing_gradient(

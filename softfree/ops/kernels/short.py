@@ -12,7 +12,6 @@ from softfree.ops.kernels.mixing import (
     newton_inverse,
     normalizer,
     store_small,
-    through_memory,
 )
 from softfree.ops.kernels.tokens import (
     collect_tokens,
@@ -25,7 +24,7 @@ from softfree.ops.kernels.tokens import (
 
 @triton.jit
 def short_forward_kernel(
-    p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_x, p_inverse, p_u, p_w,
+    p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_x, p_inverse, p_u,
     heads, n, n_k, m, d, d_v,
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     x_batch, x_head, x_stride, scale, log2_scale, iterations, ridge,
@@ -40,8 +39,7 @@ def short_forward_kernel(
     p_l += head * m * d
     b_present = present_landmarks(p_landmark_mask, batch, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    b_rows = normalizer(b_a, 1, NORMALIZE, BLOCK_M)
-    b_columns = normalizer(b_a, 0, NORMALIZE, BLOCK_M)
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
     b_l, b_centre, b_bias, _ = load_landmarks(
@@ -53,9 +51,9 @@ def short_forward_kernel(
         b_l, b_centre, b_bias, log2_scale,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, HAS_KEY_MASK, FLOAT32, PRECISION,
     )  # fmt: skip
-    b_u = through_memory(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
-    b_w = wide_product(mixing_matrix(b_y, b_rows, b_columns), b_u)
-    b_w = narrow(through_memory(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C), p_q)
+    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
+    b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
+    b_w = narrow(b_w, p_q)
     spread_tokens(
         p_q + batch * q_batch + column * q_head, p_x + batch * x_batch + column * x_head,
         d, d_v, q_stride, x_stride, 0, n, b_l, b_centre, b_bias, b_w, log2_scale,
@@ -65,7 +63,7 @@ def short_forward_kernel(
 
 @triton.jit
 def short_backward_kernel(
-    p_g, p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_inverse, p_u, p_w, p_du,
+    p_g, p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_inverse, p_u,
     p_dq, p_dk, p_dv, p_dl,
     heads, n, n_k, m, d, d_v,
     g_batch, g_head, g_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
@@ -95,8 +93,6 @@ def short_backward_kernel(
         b_l, b_centre, b_bias, log2_scale,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, FLOAT32, PRECISION,
     )  # fmt: skip
-    # W's place serves for dW until W is known.
-    b_dw = through_memory(p_w + head * m * d_v, b_dw, m, d_v, BLOCK_M, BLOCK_C)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_y = load_small(p_inverse + head * m * m, m, m, BLOCK_M, BLOCK_M)
     b_u = load_small(p_u + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C)
@@ -105,8 +101,8 @@ def short_backward_kernel(
     b_w, b_du, b_dl = mixing_gradient(
         b_a, b_y, b_u, b_dw, b_plain, b_present, scale, BLOCK_M, NORMALIZE
     )
-    b_w = narrow(through_memory(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C), p_q)
-    b_du = narrow(through_memory(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C), p_q)
+    b_w = narrow(b_w, p_q)
+    b_du = narrow(b_du, p_q)
     b_dl += spread_backward_tokens(
         p_q, p_g, p_v, p_dq, p_dv, p_key_mask, batch, n, d, d_v,
         q_stride, g_stride, v_stride, dq_stride, dv_stride, 0, n,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from softfree.ops.kernels.common import (
+    cut_to_bfloat16,
     exact_product,
     kernel_of_landmarks,
     kernel_of_tokens,
@@ -161,8 +162,9 @@ def spread_backward_tokens(
     """Write dT (and dV for keys) of tokens first..last; return their part of dL (M, D).
 
     ``E = R * (G W^T)`` for queries, ``P^T * (V dU^T)`` for keys, their sum where tokens are both;
-    ``dT = scale (E L - rowsum(E) T)``, ``dL = scale (E^T T - colsum(E) L)``. The row and column sums are
-    of E as rounded for the products: then the products' rounding acts on the differences L - T.
+    ``dT = scale (E L - rowsum(E) T)``, ``dL = scale (E^T T - colsum(E) L)``. The row sums are of
+    E as rounded for the product: then its rounding acts on the differences L - T. The terms of dL cancel
+    with those through the inverse, so there E is kept to 16 bits.
     """
     b_dl = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     b_columns = tl.zeros((BLOCK_M,), tl.float32)
@@ -187,13 +189,13 @@ def spread_backward_tokens(
             b_dv = product(tl.where(present[:, None], b_k, 0.0), b_du, PRECISION)
             store_rows(p_dv, dv_stride, offs_n, inside, d_v, b_dv, BLOCK_C)
         b_e = b_e * b_k
+        b_columns += tl.sum(b_e, 0)
+        b_dl += exact_product(tl.trans(b_e), b_t, PRECISION)
         if b_l.dtype == tl.bfloat16:
-            b_e = b_e.to(tl.bfloat16).to(tl.float32)
+            b_e = cut_to_bfloat16(b_e, 0x8000)
         b_rows = tl.sum(b_e, 1)
         b_dt = product(b_e, b_l, PRECISION) - b_rows[:, None] * b_t.to(tl.float32)
         store_rows(p_dt, dt_stride, offs_n, inside, d, scale * b_dt, BLOCK_D)
-        b_dl += product(tl.trans(b_e), b_t, PRECISION)
-        b_columns += tl.sum(b_e, 0)
     return scale * (b_dl - b_columns[:, None] * b_l.to(tl.float32))
 
 

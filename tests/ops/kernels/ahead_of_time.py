@@ -95,6 +95,7 @@ def main(settings: dict) -> None:
     global ARCHITECTURE
     ARCHITECTURE = settings.pop("architecture", ARCHITECTURE)
     JITFunction.run = compile_instead
+    launch.is_hopper = lambda device: ARCHITECTURE >= 90
     dtype = getattr(torch, settings.get("dtype", "bfloat16"))
     n, m, d = settings["n"], settings["m"], settings["d"]
     d_v = settings.get("d_v", d)

@@ -29,8 +29,8 @@ def main() -> None:
     launch.torch.empty = poisoned(torch.empty)
     launch.torch.empty_like = poisoned(torch.empty_like)
     launch.token_tensor = poisoned(launch.token_tensor)
-    for path, short in (("one launch", launch.SHORT), ("three launches", 0)):
-        launch.SHORT = short
+    for path, tokens in (("one launch", 1024), ("three launches", 0)):
+        launch.ONE_LAUNCH = ((tokens, 1000),)
         for name, case in cases.SMALL.items():
             for dtype in (torch.float32, torch.float16):
                 found = cases.errors(case, dtype, "cpu")

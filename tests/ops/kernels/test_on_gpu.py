@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import softfree
+from softfree.ops import value_conv
 
 from .cases import LARGE, SMALL, Case, arguments, errors, results
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:softfree's Triton kernels:RuntimeWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CASES = {**SMALL, **{f"{name} (large)": case for name, case in LARGE.items()}}
@@ -88,6 +88,25 @@ def test_compiled_model_equals_eager():
     x = torch.randn(2, 28 * 28, 64, device="cuda")
     compiled = torch.compile(layer, fullgraph=True)
     assert torch.allclose(compiled(x, (28, 28)), layer(x, (28, 28)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kernel, height, width", [(9, 56, 56), (5, 27, 29), (3, 7, 7), (9, 70, 130)]
+)
+def test_value_convolution_agrees_with_the_library(kernel, height, width, dtype):
+    both = torch.randn(3, height * width, 2, 64, device="cuda", dtype=dtype)
+    v = both[:, :, 1].detach().requires_grad_()
+    weight = torch.randn(2, 1, kernel, kernel, device="cuda", requires_grad=True)
+    out = value_conv.value_conv(v, weight, (height, width))
+    grad = torch.randn_like(out)
+    wide = [t.detach().double().requires_grad_() for t in (v, weight)]
+    expected = value_conv._by_library(*wide, (height, width))
+    found = (out, *torch.autograd.grad(out, (v, weight), grad))
+    wanted = (expected, *torch.autograd.grad(expected, wide, grad.double()))
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b).norm() < 5e-3 * b.norm()
+    torch.library.opcheck(torch.ops.softfree.value_conv, (v, weight, height, width))
 
 
 def test_more_elements_than_an_int32_can_count():

@@ -1,0 +1,151 @@
+"""Depthwise convolution of attention's values over the image, one filter a head.
+
+Registered as ``softfree::value_conv``. On a GPU, half-precision inputs go to kernels of our own
+(:mod:`softfree.ops.kernels.value_conv`); everything else is PyTorch's convolution.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softfree.ops.exportable import exporting
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+MAX_CHANNELS = 128
+MAX_KERNEL = 15
+
+
+def value_conv(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+    """``out[b, y, x, h, c] = sum weight[h, 0, dy, dx] v[b, y + dy, x + dx, h, c]``, zeros outside.
+
+    Args:
+        v: (batch, H * W, channels), the channels of a head next to each other; any strides before.
+        weight: (heads, 1, k, k) with k odd.
+        size: (H, W).
+
+    Returns:
+        (batch, H * W, channels)
+
+    Example:
+        >>> import torch
+        >>> value_conv(torch.randn(2, 12, 8), torch.randn(4, 1, 3, 3), (4, 3)).shape
+        torch.Size([2, 12, 8])
+    """
+    if _fits(v, weight):
+        return torch.ops.softfree.value_conv(v, weight, size[0], size[1])
+    return _by_library(v, weight, size)
+
+
+def _fits(v: Tensor, weight: Tensor) -> bool:
+    return (
+        HAS_TRITON
+        and not exporting()
+        and v.device.type == "cuda"
+        and v.dtype in (torch.float16, torch.bfloat16)
+        and v.stride(2) == 1
+        and v.shape[2] // weight.shape[0] <= MAX_CHANNELS
+        and weight.shape[-1] <= MAX_KERNEL
+    )
+
+
+def _by_library(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+    channels = v.shape[2]
+    filters = weight.repeat_interleave(channels // weight.shape[0], 0)
+    image = v.unflatten(1, size).permute(0, 3, 1, 2)
+    out = F.conv2d(image, filters, padding=weight.shape[-1] // 2, groups=channels)
+    return out.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+@torch.library.custom_op("softfree::value_conv", mutates_args=())
+def _forward(v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    return _convolve(v, weight, height, width, flip=False)
+
+
+@_forward.register_fake
+def _(v, weight, height, width):
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+@torch.library.custom_op("softfree::value_conv_backward", mutates_args=())
+def _backward(
+    grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int
+) -> tuple[Tensor, Tensor]:
+    grad = grad if grad.stride(2) == 1 else grad.contiguous()
+    grad_v = _convolve(grad, weight, height, width, flip=True)
+    return grad_v, _weight_gradient(grad, v, weight, height, width)
+
+
+@_backward.register_fake
+def _(grad, v, weight, height, width):
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), torch.empty_like(
+        weight, memory_format=torch.contiguous_format
+    )
+
+
+def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    v, weight, ctx.height, ctx.width = inputs
+    ctx.save_for_backward(v, weight)
+
+
+def _gradient(ctx: Any, grad: Tensor):
+    grad_v, grad_weight = torch.ops.softfree.value_conv_backward(
+        grad, *ctx.saved_tensors, ctx.height, ctx.width
+    )
+    return grad_v, grad_weight, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup)
+
+
+def _convolve(v: Tensor, weight: Tensor, height: int, width: int, *, flip: bool) -> Tensor:
+    from softfree.ops.kernels.launch import AMPERE
+    from softfree.ops.kernels.value_conv import value_conv_kernel
+
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    heads, kernel = weight.shape[0], weight.shape[-1]
+    blocks, tiles_y, tiles_x = _tiles(v, heads, kernel, height, width)
+    if out.numel() > 0:
+        value_conv_kernel[(tiles_y * tiles_x, v.shape[0] * heads)](
+            v, weight.contiguous(), out, heads, height, width, v.shape[2] // heads,
+            tiles_y, tiles_x, v.stride(0), v.stride(1), out.stride(0), out.stride(1),
+            KERNEL=kernel, FLIP=flip, **blocks, num_warps=4, **AMPERE,
+        )  # fmt: skip
+    return out
+
+
+def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    from softfree.ops.kernels.launch import AMPERE, processors
+    from softfree.ops.kernels.value_conv import value_conv_weight_kernel
+
+    heads, kernel = weight.shape[0], weight.shape[-1]
+    blocks, tiles_y, tiles_x = _tiles(v, heads, kernel, height, width)
+    items = v.shape[0] * tiles_y * tiles_x
+    stretches = max(1, min(items, -(-4 * processors(v.device) // (heads * kernel))))
+    parts = torch.empty(
+        (heads, stretches, kernel, kernel), dtype=torch.float32, device=weight.device
+    )
+    value_conv_weight_kernel[(kernel, stretches, heads)](
+        grad, v, parts, v.shape[0], heads, height, width, v.shape[2] // heads,
+        tiles_y, tiles_x, stretches, grad.stride(0), grad.stride(1), v.stride(0), v.stride(1),
+        KERNEL=kernel, **blocks, num_warps=4, **AMPERE,
+    )  # fmt: skip
+    return parts.sum(1, keepdim=True).to(weight.dtype)
+
+
+def _tiles(
+    v: Tensor, heads: int, kernel: int, height: int, width: int
+) -> tuple[dict[str, int], int, int]:
+    """Blocks of a program, and how many of them cover the image's rows and columns."""
+    block_c = max(16, _power_of_two(v.shape[2] // heads))
+    block_x = min(64, max(16, _power_of_two(width + kernel - 1)))
+    rows = max(1, min(128 // block_c, _power_of_two(height)))
+    columns = block_x - kernel + 1
+    blocks = dict(BLOCK_X=block_x, ROWS=rows, BLOCK_C=block_c)
+    return blocks, -(-height // rows), -(-width // columns)
+
+
+def _power_of_two(length: int) -> int:
+    return 1 << max(0, length - 1).bit_length()
