@@ -47,7 +47,7 @@ def start_value(a: Tensor, start: str, ridge: float = 0.0) -> Tensor:
     most ten times, until ``||I - alpha B^2||_1 <= 1.01``, then bounded by the scaled value. Both make
     ``alpha lam^2 < 2`` for every eigenvalue, which is what convergence needs.
     """
-    norm = torch.linalg.vector_norm(a, 1, dim=-2).amax(-1)
+    norm = a.abs().sum(-2).amax(-1)
     alpha = 2 / norm.square()
     bound = SAFE_FACTOR * alpha
     if ridge > 0:
@@ -56,7 +56,7 @@ def start_value(a: Tensor, start: str, ridge: float = 0.0) -> Tensor:
         return bound[..., None, None]
     b = add_ridge(a, ridge)
     square = b @ b
-    columns = torch.linalg.vector_norm(square, 1, dim=-2)
+    columns = square.abs().sum(-2)
     # ||I - alpha B^2||_1 <= 1 + t, column by column, is alpha (o - d) <= t and alpha (o + d) <= 2 + t
     # with d the column's diagonal entry (a sum of squares) and o the sum of its others.
     excess = columns.sub(square.diagonal(dim1=-2, dim2=-1), alpha=2)
