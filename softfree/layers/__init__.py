@@ -2,5 +2,21 @@
 
 from softfree.layers.attention import SoftAttention, SoftmaxAttention
 from softfree.layers.block import Block, SoftBlock
+from softfree.layers.factory import ATTENTIONS, create_attention
+from softfree.layers.linformer import LinformerAttention
+from softfree.layers.nystromformer import NystromformerAttention
+from softfree.layers.performer import PerformerAttention
+from softfree.layers.reformer import ReformerAttention
 
-__all__ = ["Block", "SoftAttention", "SoftBlock", "SoftmaxAttention"]
+__all__ = [
+    "ATTENTIONS",
+    "Block",
+    "LinformerAttention",
+    "NystromformerAttention",
+    "PerformerAttention",
+    "ReformerAttention",
+    "SoftAttention",
+    "SoftBlock",
+    "SoftmaxAttention",
+    "create_attention",
+]

@@ -13,9 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.layers.landmarks import Landmarks, Size, create_sampler
+from softfree.layers.multihead import (
+    MultiHeadAttention,
+    check_heads,
+    check_size,
+    check_tokens,
+    query_projection,
+)
 from softfree.ops import soft_attention
 from softfree.ops.attention import check_backend
 from softfree.ops.inverse import check_iteration
+from softfree.ops.value_conv import value_conv
 
 
 class SoftAttention(nn.Module):
@@ -147,21 +155,19 @@ class ValueConv(nn.Module):
 
     def forward(self, v: Tensor, size: Size, mask: Tensor | None = None) -> Tensor:
         """(batch, tokens, channels) to the same shape."""
-        channels = v.shape[2]
         if mask is not None:
             v = torch.where(mask[..., None], v, 0)
-        weight = self.weight.repeat_interleave(channels // self.weight.shape[0], 0)
-        padding = self.weight.shape[-1] // 2
         if size is None:
+            channels = v.shape[2]
+            weight = self.weight.repeat_interleave(channels // self.weight.shape[0], 0)
+            padding = self.weight.shape[-1] // 2
             return F.conv1d(v.mT, weight, padding=padding, groups=channels).mT
         prefix = v.shape[1] - size[0] * size[1]
-        image = v[:, prefix:].unflatten(1, size).permute(0, 3, 1, 2)
-        out = F.conv2d(image, weight, padding=padding, groups=channels)
-        out = out.permute(0, 2, 3, 1).flatten(1, 2)
+        out = value_conv(v[:, prefix:], self.weight, size)
         return torch.cat([v[:, :prefix], out], 1) if prefix else out
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(MultiHeadAttention):
     """Ordinary multi-head softmax attention through torch's fused kernel, for comparison.
 
     Args:
@@ -170,87 +176,6 @@ class SoftmaxAttention(nn.Module):
         qkv_bias: biases of the three projections.
     """
 
-    def __init__(self, dim: int, num_heads: int = 8, *, qkv_bias: bool = True):
-        super().__init__()
-        check_heads(dim, num_heads)
-        self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
-
-    def forward(
-        self,
-        x: Tensor,
-        size: Size = None,
-        mask: Tensor | None = None,
-        context: Tensor | None = None,
-    ) -> Tensor:
-        source = x if context is None else context
-        check_tokens(x, source, mask, self.proj.in_features)
-        heads = (self.num_heads, -1)
-        q, k, v = self.qkv(source).chunk(3, -1)
-        if context is not None:
-            q = query_projection(self.qkv, x)
-        q, k, v = (t.unflatten(-1, heads).transpose(1, 2) for t in (q, k, v))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, size: Size, mask: Tensor | None) -> Tensor:
         key_mask = None if mask is None else mask[:, None, None, :]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask)
-        return self.proj(out.transpose(1, 2).flatten(2))
-
-
-def query_projection(projection: nn.Linear, x: Tensor) -> Tensor:
-    """The queries alone of a projection to queries and more: its first rows, as many as channels."""
-    dim = projection.in_features
-    bias = None if projection.bias is None else projection.bias[:dim]
-    return F.linear(x, projection.weight[:dim], bias)
-
-
-def check_heads(dim: int, num_heads: int) -> None:
-    """Raise if ``dim`` channels can't be shared out among ``num_heads``."""
-    if dim < 1 or num_heads < 1 or dim % num_heads:
-        raise ValueError(
-            f"dim must be a multiple of num_heads, got dim={dim}, num_heads={num_heads}"
-        )
-
-
-def check_tokens(x: Tensor, source: Tensor, mask: Tensor | None, dim: int) -> None:
-    """Raise if ``x``, the tokens attended to (``x`` itself or a context) or their mask can't be meant."""
-    for name, tokens in (("x", x), ("context", source)):
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tokens).__name__}")
-        if tokens.ndim != 3 or tokens.shape[2] != dim or tokens.shape[1] == 0:
-            raise ValueError(
-                f"{name} must have shape (batch, tokens, {dim}) with at least one token, "
-                f"got {tuple(tokens.shape)}"
-            )
-    if source.shape[0] != x.shape[0]:
-        raise ValueError(f"context must have x's batch {x.shape[0]}, got {source.shape[0]}")
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be a bool tensor, True for real tokens, got {given}")
-    if mask.shape != source.shape[:2]:
-        raise ValueError(
-            f"mask must have shape {tuple(source.shape[:2])}, one value a token, "
-            f"got {tuple(mask.shape)}"
-        )
-
-
-def check_size(size: Size, tokens: int, sequence: bool) -> None:
-    """Raise unless ``size`` is that of an image of at most ``tokens`` (None for sequences)."""
-    if sequence:
-        if size is not None:
-            raise ValueError(f"size must be None with sequence=True, got {size!r}")
-        return
-    if size is None:
-        raise ValueError(
-            "size must be (H, W) for images; build the layer with sequence=True for none"
-        )
-    if len(size) != 2:
-        raise ValueError(f"size must be (H, W), got {size!r}")
-    # Sizes an exporter does not know are not compared: that would fix the program to them.
-    if all(isinstance(n, int) for n in (*size, tokens)) and not (
-        min(size) > 0 and size[0] * size[1] <= tokens
-    ):
-        raise ValueError(
-            f"size must be (H, W) of at most the {tokens} tokens given, got {tuple(size)}"
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask)

@@ -12,11 +12,12 @@ from timm.layers import calculate_drop_path_rates
 from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
-from softfree.layers.block import SoftBlock
+from softfree.layers.block import Block
 from softfree.layers.embeddings import PositionEmbedding
+from softfree.layers.factory import check_attention, create_attention, default_mlp_ratio
 from softfree.layers.landmarks import Landmarks
 from softfree.models.backbone import Backbone, ImageSize, parse_img_size, to_tokens
-from softfree.models.registry import SOFT, SOFTPP, default_cfg, register
+from softfree.models.registry import default_cfg, register
 
 
 class SoftVisionTransformer(Backbone):
@@ -27,9 +28,10 @@ class SoftVisionTransformer(Backbone):
         in_chans, num_classes: as in timm's models; ``global_pool`` is ``"avg"`` or ``""``.
         patch_size: side of a patch; images are padded to a multiple of it.
         embed_dim, num_heads, depth: of the blocks.
+        attention, attention_options, mlp_ratio: as in :class:`softfree.models.SoftPyramid`.
         landmarks, stride, value_conv, normalize, iterations, start, ridge, backend: as in
             :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at 224².
-        mlp_ratio, drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
+        drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
     """
 
     def __init__(
@@ -42,45 +44,51 @@ class SoftVisionTransformer(Backbone):
         embed_dim: int = 384,
         num_heads: int = 12,
         depth: int = 12,
+        attention: str = "softpp",
         landmarks: Landmarks = "conv",
         stride: int = 2,
         value_conv: int = 3,
-        normalize: bool = True,
+        normalize: bool | None = None,
         iterations: int = 20,
-        start: str = "halving",
-        ridge: float = 0.0,
+        start: str | None = None,
+        ridge: float | None = None,
         backend: str = "auto",
-        mlp_ratio: float = 4.0,
+        attention_options: dict[str, Any] | None = None,
+        mlp_ratio: float | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ):
         super().__init__()
+        check_attention(attention)
         height, width = parse_img_size(img_size)
+        grid = (-(-height // patch_size), -(-width // patch_size))
         self.in_chans = in_chans
         self.patch_size = patch_size
         self.grad_checkpointing = False
         self.patch_embed = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
-        self.pos_embed = PositionEmbedding(
-            (-(-height // patch_size), -(-width // patch_size)), embed_dim
-        )
+        self.pos_embed = PositionEmbedding(grid, embed_dim)
         rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
+        options: dict[str, Any] = dict(
+            grid=grid,
+            landmarks=landmarks,
+            stride=stride,
+            value_conv=value_conv,
+            normalize=normalize,
+            iterations=iterations,
+            start=start,
+            ridge=ridge,
+            backend=backend,
+            strict_landmarks=False,
+        )
+        options.update(attention_options or {})
         self.blocks = nn.ModuleList(
-            SoftBlock(
+            Block(
                 embed_dim,
-                num_heads,
-                mlp_ratio=mlp_ratio,
+                create_attention(attention, embed_dim, num_heads, **options),
+                mlp_ratio=default_mlp_ratio(attention) if mlp_ratio is None else mlp_ratio,
                 drop_path=rate,
                 proj_drop=proj_drop_rate,
-                landmarks=landmarks,
-                stride=stride,
-                value_conv=value_conv,
-                normalize=normalize,
-                iterations=iterations,
-                start=start,
-                ridge=ridge,
-                backend=backend,
-                strict_landmarks=False,
             )
             for rate in rates
         )
@@ -124,7 +132,7 @@ class SoftVisionTransformer(Backbone):
         return dict(stem=r"^patch_embed|^pos_embed", blocks=[(r"^blocks\.(\d+)", None)])
 
 
-MODEL_ARGUMENTS = {"soft_vit_small": SOFT, "softpp_vit_small": SOFTPP}
+MODEL_ARGUMENTS = {f"{family}_vit_small": dict(attention=family) for family in ("soft", "softpp")}
 default_cfgs = generate_default_cfgs(
     {f"{name}.untrained": default_cfg(first_conv="patch_embed") for name in MODEL_ARGUMENTS}
 )

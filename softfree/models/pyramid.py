@@ -1,5 +1,7 @@
 """The SOFT and SOFT++ pyramid backbones (Table 1 of the papers), and the authors' released variant.
 
+Any attention of :mod:`softfree.layers.factory` can stand in SOFT's place.
+
     image -> stem -> [positions -> blocks] -> downsample -> [positions -> blocks] -> ... four stages
 
 An image of side s has maps of side s/4, s/8, s/16 and s/32. Stage 4 has a class token.
@@ -13,12 +15,13 @@ from timm.layers import calculate_drop_path_rates, trunc_normal_
 from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
-from softfree.layers.attention import SoftAttention, SoftmaxAttention
+from softfree.layers.attention import SoftmaxAttention
 from softfree.layers.block import Block
 from softfree.layers.embeddings import PositionEmbedding, downsample, stem
+from softfree.layers.factory import check_attention, create_attention, default_mlp_ratio
 from softfree.layers.landmarks import Landmarks
 from softfree.models.backbone import Backbone, ImageSize, parse_img_size, to_map, to_tokens
-from softfree.models.registry import SOFT, SOFTPP, default_cfg, register
+from softfree.models.registry import default_cfg, register
 
 STAGES = 4
 
@@ -59,15 +62,22 @@ class SoftPyramid(Backbone):
         num_classes: outputs of the classifier; 0 for none.
         global_pool: ``"token"`` (class token), ``"avg"`` (mean of the image tokens) or ``""``.
         embed_dims, num_heads, depths: per stage.
+        attention: ``"softpp"``, ``"soft"``, or a rival for comparison: ``"softmax"``, ``"linformer"``,
+            ``"performer"``, ``"nystromformer"``. Of the settings below a rival takes those it knows.
         landmarks: sampler and count, e.g. ``"conv"`` (one landmark per window: 49 at 224², more at larger
             images), ``"conv:49"`` (never more than 49), ``"average"``, ``"random:49"``, ``"first:49"``.
         strides: side of a landmark's window per stage.
         value_convs: side of the depthwise convolution of V per stage.
         overlap: 3x3 convolutions in stem and downsampling (Table 11b); False: windows side by side.
-        normalize: SOFT++ (True) or SOFT.
-        iterations, start, ridge, backend: of the operator, see :func:`softfree.soft_attention`.
+        normalize, start, ridge: of the operator, see :func:`softfree.soft_attention`; None: as SOFT or
+            SOFT++ has them.
+        iterations, backend: of the operator too.
+        attention_options: further settings of the attention, e.g. ``dict(kernel="relu")`` for the Performer;
+            see :func:`softfree.layers.create_attention`.
         softmax_last_stage: stage 4 of pre-norm softmax blocks, as in the authors' released models.
-        mlp_ratio, drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
+        mlp_ratio: hidden channels of the MLPs over channels; None: 4, but 3.5 with a rival, whose separate
+            keys take as many parameters, so that all attentions have the same budget.
+        drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
     """
 
     num_prefix_tokens = 1
@@ -81,22 +91,25 @@ class SoftPyramid(Backbone):
         embed_dims: Sequence[int] = (64, 128, 320, 512),
         num_heads: Sequence[int] = (2, 4, 10, 16),
         depths: Sequence[int] = (2, 2, 5, 2),
+        attention: str = "softpp",
         landmarks: Landmarks = "conv",
         strides: Sequence[int] = (8, 4, 2, 1),
         value_convs: Sequence[int] = (9, 5, 3, 3),
         overlap: bool = True,
-        normalize: bool = True,
+        normalize: bool | None = None,
         iterations: int = 20,
-        start: str = "halving",
-        ridge: float = 0.0,
+        start: str | None = None,
+        ridge: float | None = None,
         backend: str = "auto",
+        attention_options: dict[str, Any] | None = None,
         softmax_last_stage: bool = False,
-        mlp_ratio: float = 4.0,
+        mlp_ratio: float | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ):
         super().__init__()
+        check_attention(attention)
         per_stage = dict(
             embed_dims=embed_dims, num_heads=num_heads, depths=depths, strides=strides,
             value_convs=value_convs,
@@ -119,14 +132,17 @@ class SoftPyramid(Backbone):
         for i, (dim, heads, rate) in enumerate(zip(embed_dims, num_heads, rates, strict=True)):
             last = i == STAGES - 1
             softmax = last and softmax_last_stage
+            ratio = mlp_ratio
+            if ratio is None:
+                ratio = 4.0 if softmax else default_mlp_ratio(attention)
             blocks = []
             for drop_path in rate:
+                layer: nn.Module
                 if softmax:
-                    attention: nn.Module = SoftmaxAttention(dim, heads)
+                    layer = SoftmaxAttention(dim, heads)
                 else:
-                    attention = SoftAttention(
-                        dim,
-                        heads,
+                    options: dict[str, Any] = dict(
+                        grid=grid,
                         landmarks=landmarks,
                         stride=strides[i],
                         value_conv=value_convs[i],
@@ -137,11 +153,14 @@ class SoftPyramid(Backbone):
                         backend=backend,
                         strict_landmarks=False,
                     )
+                    layer = create_attention(
+                        attention, dim, heads, **{**options, **(attention_options or {})}
+                    )
                 blocks.append(
                     Block(
                         dim,
-                        attention,
-                        mlp_ratio=mlp_ratio,
+                        layer,
+                        mlp_ratio=ratio,
                         drop_path=drop_path,
                         proj_drop=proj_drop_rate,
                         pre_norm=softmax,
@@ -222,15 +241,15 @@ RELEASE_SIZES = {
 
 def _model_arguments() -> dict[str, dict[str, Any]]:
     arguments = {}
-    for family, operator in (("soft", SOFT), ("softpp", SOFTPP)):
+    for family in ("soft", "softpp"):
         for suffix, sizes in (("", PAPER_SIZES), ("_release", RELEASE_SIZES)):
             for size, (dims, heads, depths) in sizes.items():
                 arguments[f"{family}_{size}{suffix}"] = dict(
                     embed_dims=dims,
                     num_heads=heads,
                     depths=depths,
+                    attention=family,
                     softmax_last_stage=bool(suffix),
-                    **operator,
                 )
     return arguments
 

@@ -289,3 +289,18 @@ def test_a_layer_says_what_it_is():
     assert "SOFT++, heads=3" in repr(layer())
     assert "SOFT, heads=3" in repr(layer(normalize=False))
     assert "stride=2, count=9" in repr(create_sampler("average:9", 4, 2))
+
+
+@pytest.mark.parametrize("size", [(4, 5), None])
+def test_with_all_tokens_as_landmarks_and_a_converged_inverse_soft_is_gaussian_attention(size):
+    attention = layer(
+        landmarks="average", stride=1, sequence=size is None, normalize=False, iterations=60
+    )
+    # Tokens further apart: otherwise the kernel matrix is nearly singular.
+    attention.qv.weight.data[:DIM] *= 5
+    x = tokens(20)
+    q, v = (heads(t) for t in attention.qv(x).chunk(2, -1))
+    distances = (q[..., :, None, :] - q[..., None, :, :]).square().sum(-1)
+    out = torch.exp(-distances / (2 * (DIM // HEADS) ** 0.5)) @ v
+    expected = attention.proj(out.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x, size), expected, atol=1e-8, rtol=1e-8)

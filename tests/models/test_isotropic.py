@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from softfree.layers import create_attention
 from softfree.models import SoftVisionTransformer
 
 from .small import small
@@ -40,3 +41,17 @@ def test_every_block_is_a_feature_and_the_last_three_are_the_default_of_an_extra
     extractor = small("softpp_vit_small", depth=5, features_only=True)
     assert extractor.feature_info.module_name() == ["blocks.2", "blocks.3", "blocks.4"]
     assert [f.shape for f in extractor(torch.randn(1, 3, 64, 64))] == [(1, 32, 8, 8)] * 3
+
+
+@pytest.mark.parametrize(
+    "attention", ["soft", "softmax", "linformer", "performer", "nystromformer"]
+)
+@pytest.mark.parametrize("size", [(64, 64), (97, 65)])
+def test_any_attention_takes_the_place_of_softs_own(attention, size):
+    model = small("softpp_vit_small", attention=attention)
+    kinds = {type(block.attn) for block in model.blocks}
+    assert kinds == {type(create_attention(attention, 32, 2))}
+    out = model(torch.randn(2, 3, *size))
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []

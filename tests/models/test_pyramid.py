@@ -1,14 +1,33 @@
 """The pyramid's architecture and the keywords that change it."""
 
 import pytest
+import timm
 import torch
 from torch import nn
+from torch.export import Dim
 
-from softfree.layers import SoftAttention, SoftmaxAttention
+from softfree.analysis.complexity import count_parameters
+from softfree.layers import (
+    LinformerAttention,
+    NystromformerAttention,
+    PerformerAttention,
+    SoftAttention,
+    SoftmaxAttention,
+)
 from softfree.layers.landmarks import AverageLandmarks, ConvLandmarks
 from softfree.models import SoftPyramid
 
 from .small import PYRAMID, small
+
+CLASSES = {
+    "soft": SoftAttention,
+    "softpp": SoftAttention,
+    "softmax": SoftmaxAttention,
+    "linformer": LinformerAttention,
+    "performer": PerformerAttention,
+    "nystromformer": NystromformerAttention,
+}
+RIVALS = [name for name in CLASSES if not name.startswith("soft") or name == "softmax"]
 
 
 def attentions(model: nn.Module) -> list[SoftAttention]:
@@ -149,3 +168,114 @@ def test_the_class_token_and_its_position_come_first():
         before = model(x)
         model.stages[3].cls_token += 1 - 2 * torch.rand_like(model.stages[3].cls_token)
         assert not torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("attention", CLASSES)
+@pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny_release"])
+def test_attention_takes_the_place_of_softs_own(attention, name):
+    model = small(name, attention=attention)
+    blocks = [block for stage in model.stages for block in stage.blocks]
+    release = name.endswith("release")
+    expected = [CLASSES[attention]] * 3 + [SoftmaxAttention if release else CLASSES[attention]]
+    assert [type(block.attn) for block in blocks] == expected
+    assert [block.pre_norm for block in blocks] == [False] * 3 + [release]
+
+
+@pytest.mark.parametrize("attention", RIVALS)
+@pytest.mark.parametrize("size", [(32, 32), (64, 64), (97, 65)])
+def test_a_rival_works_in_a_whole_model_at_any_size(attention, size):
+    model = small("softpp_tiny", attention=attention)
+    out = model(torch.randn(2, 3, *size))
+    out.square().sum().backward()
+    assert out.shape == (2, 5) and out.isfinite().all()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("attention", RIVALS)
+def test_a_rivals_result_does_not_depend_on_the_batch(attention):
+    model = small("softpp_tiny", attention=attention).double().eval()
+    x = torch.randn(3, 3, 64, 64, dtype=torch.float64)
+    x[1] *= 100
+    torch.testing.assert_close(model(x)[:1], model(x[:1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["linformer", "nystromformer"])
+def test_a_model_with_a_rival_compiles_as_one_graph(attention):
+    torch.compiler.reset()
+    model = small("softpp_tiny", attention=attention).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_one_exported_program_with_a_rival_serves_any_size():
+    model = small("softpp_tiny", attention="linformer").eval()
+    sizes = {2: Dim("height", min=33), 3: Dim("width", min=33)}
+    program = torch.export.export(model, (torch.randn(2, 3, 96, 64),), dynamic_shapes=(sizes,))
+    x = torch.randn(2, 3, 64, 130)
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", CLASSES)
+def test_every_attention_has_the_same_budget_in_the_tiny_pyramid(attention):
+    with torch.device("meta"):
+        sizes = [
+            count_parameters(timm.create_model("softpp_tiny", attention=name))
+            for name in ("softpp", attention)
+        ]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.05
+
+
+@pytest.mark.parametrize("attention", CLASSES)
+def test_a_mlp_ratio_that_is_given_holds_for_every_attention(attention):
+    def hidden(**kwargs) -> list[int]:
+        model = small("softpp_tiny", attention=attention, **kwargs)
+        return [stage.blocks[0].mlp.fc1.out_features for stage in model.stages]
+
+    assert hidden(mlp_ratio=4.0) == [64, 128, 192, 256]
+    assert hidden() == ([64, 128, 192, 256] if attention not in RIVALS else [56, 112, 168, 224])
+
+
+def test_the_attentions_name_sets_the_operator_and_keywords_still_override_it():
+    def settings(name: str, **kwargs):
+        attention = attentions(small(name, **kwargs))[0]
+        return attention.normalize, attention.start, attention.ridge
+
+    assert settings("soft_tiny") == settings("softpp_tiny", attention="soft")
+    assert settings("softpp_tiny") == settings("soft_tiny", attention="softpp")
+    assert settings("soft_tiny", attention="softpp", ridge=0.5) == (True, "halving", 0.5)
+
+
+def test_attention_options_reach_the_attention():
+    options = dict(kernel="relu", features=24)
+    model = small("softpp_tiny", attention="performer", attention_options=options)
+    for stage in model.stages:
+        attention = stage.blocks[0].attn
+        assert attention.kernel == "relu" and attention.features.shape[0] == 24
+    with pytest.raises(TypeError, match="no option 'kernels'"):
+        small("softpp_tiny", attention="performer", attention_options=dict(kernels="relu"))
+
+
+def test_linformer_and_nystromformer_reduce_by_the_sampling_of_the_stage():
+    model = small("softpp_tiny", attention="linformer", img_size=(224, 160))
+    grids = [tuple(stage.blocks[0].attn.projection.shape) for stage in model.stages]
+    assert grids == [(35, 56, 40), (35, 28, 20), (35, 14, 10), (35, 7, 5)]
+    model = small("softpp_tiny", attention="nystromformer")
+    assert [stage.blocks[0].attn.sampler.stride for stage in model.stages] == [8, 4, 2, 1]
+    assert [stage.blocks[0].attn.value_conv.weight.shape[-1] for stage in model.stages] == [
+        9,
+        5,
+        3,
+        3,
+    ]
+
+
+def test_reformer_and_unknown_attentions_are_refused():
+    with pytest.raises(ValueError, match="'reformer' is for sequences.*images can have 'soft'"):
+        small("softpp_tiny", attention="reformer")
+    with pytest.raises(ValueError, match="attention must be one of .*got 'flash'"):
+        small("softpp_tiny", attention="flash")

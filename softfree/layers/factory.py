@@ -1,0 +1,90 @@
+"""Every attention by its name: ``create_attention("performer", dim, num_heads)``."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from softfree.layers.attention import SoftAttention, SoftmaxAttention
+from softfree.layers.linformer import LinformerAttention
+from softfree.layers.nystromformer import NystromformerAttention
+from softfree.layers.performer import PerformerAttention
+from softfree.layers.reformer import ReformerAttention
+
+CLASSES: dict[str, Callable[..., nn.Module]] = {
+    "soft": SoftAttention,
+    "softpp": SoftAttention,
+    "softmax": SoftmaxAttention,
+    "linformer": LinformerAttention,
+    "performer": PerformerAttention,
+    "nystromformer": NystromformerAttention,
+    "reformer": ReformerAttention,
+}
+ATTENTIONS = tuple(CLASSES)
+# What tells SOFT from SOFT++, as in the authors' code.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "soft": dict(normalize=False, start="scaled", ridge=0.01),
+    "softpp": dict(normalize=True, start="halving", ridge=0.0),
+}
+
+
+def create_attention(
+    name: str, dim: int, num_heads: int = 8, *, sequence: bool = False, **options: Any
+) -> nn.Module:
+    """The attention that ``name`` stands for, called as ``layer(x, size, mask)``.
+
+    Options are those of all the classes together. An attention takes its own and leaves the others, so
+    one set of options serves every name; one that is None is as if it were not given.
+
+    Args:
+        name: ``"soft"``, ``"softpp"``, ``"softmax"``, ``"linformer"``, ``"performer"``,
+            ``"nystromformer"``, or for sequences ``"reformer"``.
+        dim: channels; a multiple of ``num_heads``.
+        num_heads: heads.
+        sequence: tokens are a sequence, not an image.
+        options: e.g. ``landmarks``, ``stride``, ``value_conv`` (SOFT, Nyströmformer), ``grid``, ``slots``
+            (Linformer), ``features``, ``kernel`` (Performer), ``rounds``, ``buckets``, ``chunk`` (Reformer).
+
+    Example:
+        >>> import torch
+        >>> layer = create_attention("linformer", 64, num_heads=2, sequence=True, grid=200, stride=4)
+        >>> layer(torch.randn(2, 150, 64)).shape
+        torch.Size([2, 150, 64])
+    """
+    check_attention(name)
+    own = _option_names(CLASSES[name])
+    known = set().union(*map(_option_names, CLASSES.values()))
+    unknown = options.keys() - known
+    if unknown:
+        raise TypeError(
+            f"attention has no option {', '.join(map(repr, sorted(unknown)))}; "
+            f"there are {', '.join(map(repr, sorted(known)))}"
+        )
+    given = {key: value for key, value in options.items() if value is not None}
+    chosen = {**SETTINGS.get(name, {}), "sequence": sequence, **given}
+    return CLASSES[name](
+        dim, num_heads, **{key: value for key, value in chosen.items() if key in own}
+    )
+
+
+def check_attention(name: str) -> None:
+    """Raise if there is no attention of that name."""
+    if name not in CLASSES:
+        raise ValueError(
+            f"attention must be one of {', '.join(map(repr, ATTENTIONS))}, got {name!r}"
+        )
+
+
+def default_mlp_ratio(name: str) -> float:
+    """Hidden channels over channels of a block's MLP, such that blocks of all attentions are equally large.
+
+    SOFT's queries are its keys. Attentions with a projection more, of dim² parameters, save them in the
+    MLP, where they are half a unit of the ratio: 3.5 instead of 4.
+    """
+    return 4.0 if CLASSES[name] in (SoftAttention, ReformerAttention) else 3.5
+
+
+def _option_names(attention: Callable[..., nn.Module]) -> set[str]:
+    parameters = inspect.signature(attention).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
