@@ -15,8 +15,8 @@ help:  ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
 	  || grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST)
 
-quickstart: $(VENV)/installed  ## install, then run the demonstration
-	$(BIN)/softfree demo
+quickstart: $(VENV)/installed  ## install, then train on handwritten digits, score and draw the result
+	$(BIN)/softfree quickstart
 
 # One thread a worker: threads of several workers on the same cores wait for each other.
 test: lint  ## format, lint, types and tests

@@ -9,11 +9,22 @@ import os
 import sys
 from collections.abc import Sequence
 
-# Command and summary; the command's code is ``main(argv)`` in softfree/commands/<command>.py.
+# Command and summary; the command's code is ``main(argv)`` in softfree/commands/<command>.py, with ``_``
+# for ``-``.
 COMMANDS = {
     "benchmark": "Measure attentions, or whole models beside their peers: time, memory, throughput.",
+    "check-data": "Check data before training: boxes, masks, class maps, categories, missing files.",
+    "compare": "Compare attentions on a task of the Long Range Arena: accuracy, size, speed, memory.",
     "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
+    "explore": "Open a page that shows where each patch of a photo attends to.",
+    "export": "Write a model as ONNX or as a torch.export program, checked against PyTorch.",
+    "figure": "Draw the papers' figures for a model and a photo of yours.",
+    "inspect": "Examine the attention layers of a model: condition, convergence, errors.",
     "models": "List the backbones: parameters, multiply-adds, and the papers' figures beside them.",
+    "predict": "Say what is in pictures, with a model that `softfree train` wrote.",
+    "quickstart": "Train a small model on handwritten digits, score it, and draw what it has learned.",
+    "train": "Train a model: from a laptop to a cluster, with checkpoints, logs and resume.",
+    "validate": "Score a trained model: top-1, top-5, loss, throughput, at any image sizes.",
 }
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -34,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(_unknown(name))
     try:
         # Inside the try: the import takes seconds in which a user may press Ctrl-C.
-        code = importlib.import_module(f"softfree.commands.{name}").main(rest) or 0
+        code = importlib.import_module(_module(name)).main(rest) or 0
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -48,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("SOFTFREE_TRACEBACK"):
             raise
         return _fail(str(error))
+
+
+def _module(command: str) -> str:
+    return "softfree.commands." + command.replace("-", "_")
 
 
 def _help() -> str:

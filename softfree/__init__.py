@@ -1,9 +1,14 @@
 """softfree: softmax-free attention (SOFT, SOFT++) for PyTorch, and the backbones built on it.
 
-y = softfree.soft_attention(q, v, landmarks)          # the operator
-model = timm.create_model("softpp_tiny")              # the backbones, registered by this import
+y = softfree.soft_attention(q, v, landmarks)               # the operator
+model = timm.create_model("softpp_tiny")                   # the backbones, registered by this import
+model = softfree.detection.mask_rcnn("softpp_tiny", ...)   # dense prediction: also softfree.segmentation
 """
 
+import importlib
+from typing import Any
+
+from softfree.analysis import capture_attention
 from softfree.layers import SoftAttention, SoftBlock
 from softfree.models import load_release_checkpoint
 from softfree.ops import newton_inverse, newton_residuals, soft_attention
@@ -12,8 +17,18 @@ __version__ = "0.1.0"
 __all__ = [
     "SoftAttention",
     "SoftBlock",
+    "capture_attention",
     "load_release_checkpoint",
     "newton_inverse",
     "newton_residuals",
     "soft_attention",
 ]
+
+# Imported when they are first used: they need packages of the extra "dense", and seconds.
+_LATE = {"detection": "softfree.models.detection", "segmentation": "softfree.models.segmentation"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return importlib.import_module(_LATE[name])
+    raise AttributeError(f"module 'softfree' has no attribute {name!r}")

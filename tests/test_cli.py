@@ -16,7 +16,11 @@ COMMANDS_FOLDER = Path(softfree.__file__).parent / "commands"
 
 
 def command_files() -> dict[str, Path]:
-    return {path.stem: path for path in COMMANDS_FOLDER.glob("*.py") if path.stem[0] != "_"}
+    return {
+        path.stem.replace("_", "-"): path
+        for path in COMMANDS_FOLDER.glob("*.py")
+        if path.stem[0] != "_"
+    }
 
 
 @pytest.fixture

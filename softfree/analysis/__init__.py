@@ -1,5 +1,6 @@
-"""What a table or a figure needs: complexity, time, memory."""
+"""What a table or a figure needs: complexity, time, memory, and what the attention layers do."""
 
+from softfree.analysis.capture import AttentionCapture, AttentionLayer, SoftLayer, capture_attention
 from softfree.analysis.complexity import count_macs, count_parameters
 from softfree.analysis.environment import describe_environment, write_csv
 from softfree.analysis.measure import (
@@ -13,7 +14,11 @@ from softfree.analysis.measure import (
 )
 
 __all__ = [
+    "AttentionCapture",
+    "AttentionLayer",
+    "SoftLayer",
     "Timing",
+    "capture_attention",
     "copy_bandwidth",
     "count_macs",
     "count_parameters",

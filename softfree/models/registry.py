@@ -1,4 +1,4 @@
-"""How the families reach timm: SOFT and SOFT++ as settings, and one entry in timm's registry a name."""
+"""How the families reach timm: one entry in its registry a name."""
 
 import sys
 from typing import Any
@@ -8,10 +8,6 @@ from timm.models import build_model_with_cfg, register_model
 from torch import nn
 
 from softfree.models.checkpoints import filter_checkpoint
-
-# Settings of the operator that tell SOFT from SOFT++, as in the authors' code.
-SOFT: dict[str, Any] = dict(normalize=False, start="scaled", ridge=0.01)
-SOFTPP: dict[str, Any] = dict(normalize=True, start="halving", ridge=0.0)
 
 
 def default_cfg(first_conv: str) -> dict[str, Any]:

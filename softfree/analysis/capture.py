@@ -1,0 +1,462 @@
+"""What the attention layers of a model do with an image, kept as factors.
+
+The attention matrix of a layer is n x n and is never formed. What is kept grows linearly with the image,
+and any row of the matrix follows from it: where the tokens of one patch look.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softfree.layers.attention import SoftAttention, SoftmaxAttention
+from softfree.layers.linformer import LinformerAttention
+from softfree.layers.multihead import MultiHeadAttention
+from softfree.layers.nystromformer import NystromformerAttention, iterative_inverse
+from softfree.layers.performer import RELU_OFFSET, PerformerAttention
+from softfree.ops.inverse import newton_inverse, newton_residuals, start_value
+from softfree.ops.reference import gaussian_kernel, normalize_inverse
+
+# Values of a kernel matrix that are held at once.
+CHUNK = 2**22
+# Below this residual a Newton iteration counts as converged (Fig. 5 of the papers).
+CONVERGED = 1e-2
+MOST_STEPS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """One attention layer on one image. A subclass says how rows follow from its factors.
+
+    Attributes:
+        name: of the module in the model, e.g. ``"stages.0.blocks.1.attn"``.
+        kind: the attention in words, e.g. ``"SOFT++"``.
+        size: (H, W) of the token grid; None for a sequence.
+        queries: (heads, tokens, d), float32.
+        keys: (heads, tokens, d), float32.
+    """
+
+    name: str
+    kind: str
+    size: tuple[int, int] | None
+    queries: Tensor
+    keys: Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.queries.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.queries.shape[1]
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before those of the image: 1 where there is a class token."""
+        return 0 if self.size is None else self.tokens - self.size[0] * self.size[1]
+
+    @property
+    def stage(self) -> int:
+        """The stage of a pyramid, from 1; 1 for models without stages."""
+        found = re.search(r"stages\.(\d+)\.", self.name)
+        return int(found[1]) + 1 if found else 1
+
+    @property
+    def block(self) -> int:
+        """The block within the stage, from 1."""
+        found = re.search(r"blocks\.(\d+)\.", self.name)
+        return int(found[1]) + 1 if found else 1
+
+    def rows(self, queries: Sequence[int]) -> Tensor:
+        """Rows of the attention matrix for these query tokens, (heads, queries, tokens)."""
+        raise NotImplementedError("a kind of attention knows its rows")
+
+    def row(self, query: int) -> Tensor:
+        """The row of the attention matrix for one query token, (heads, tokens)."""
+        if not -self.tokens <= query < self.tokens:
+            raise ValueError(f"query must be a token below {self.tokens}, got {query}")
+        return self.rows([query])[:, 0]
+
+    def heat_map(self, query: int) -> Tensor:
+        """The row of ``query`` laid out over the image, without prefix tokens: (heads, H, W)."""
+        return self.row(query)[:, self.prefix :].unflatten(1, self._grid())
+
+    def token_at(self, x: float, y: float) -> int:
+        """The token of the patch at ``x`` across and ``y`` down, parts of the image in [0, 1]."""
+        if not (0 <= x <= 1 and 0 <= y <= 1):
+            raise ValueError(f"x and y must lie in [0, 1], got {x} and {y}")
+        height, width = self._grid()
+        down, across = min(int(y * height), height - 1), min(int(x * width), width - 1)
+        return self.prefix + down * width + across
+
+    def _grid(self) -> tuple[int, int]:
+        if self.size is None:
+            raise ValueError(f"{self.name} attends over a sequence, which has no map; use row()")
+        return self.size
+
+
+@dataclass(frozen=True, eq=False)
+class SoftLayer(AttentionLayer):
+    r"""Softmax-free attention: row i is :math:`\kappa(q_i, L) \, Y' \, \kappa(L, K)`.
+
+    ``dataclasses.replace`` asks what if: ``replace(layer, iterations=5)``, ``normalize=False``.
+
+    Attributes:
+        landmarks: (heads, m, d), float32.
+        scale, normalize, iterations, start, ridge: see :func:`softfree.soft_attention`.
+    """
+
+    landmarks: Tensor
+    scale: float
+    normalize: bool
+    iterations: int
+    start: str
+    ridge: float
+
+    @property
+    def m(self) -> int:
+        """How many landmarks."""
+        return self.landmarks.shape[1]
+
+    @cached_property
+    def a(self) -> Tensor:
+        """``A = kappa(L, L)``, (heads, m, m), float64."""
+        return self._kernel(self.landmarks, self.landmarks)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """``Y`` after ``iterations`` Newton steps, (heads, m, m)."""
+        return newton_inverse(self.a, self.iterations, start=self.start, ridge=self.ridge)
+
+    @cached_property
+    def mixing(self) -> Tensor:
+        """``Y'``: ``Y``, or ``D^-1/2 Y D^-1/2`` with ``normalize``; (heads, m, m)."""
+        return normalize_inverse(self.inverse, self.a) if self.normalize else self.inverse
+
+    def rows(self, queries: Sequence[int]) -> Tensor:
+        left = self._kernel(self.queries[:, queries], self.landmarks) @ self.mixing
+        out = self.queries.new_empty(self.heads, len(queries), self.tokens)
+        step = max(1, CHUNK // (self.heads * self.m))
+        for first in range(0, self.tokens, step):
+            keys = self.keys[:, first : first + step]
+            out[:, :, first : first + step] = left @ self._kernel(self.landmarks, keys)
+        return out
+
+    def _kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        # In float64: Y' may have a norm of 100, and large terms that cancel would show in a map.
+        return gaussian_kernel(x.double(), y.double(), self.scale)
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """Of ``A``, falling, (heads, m), float64; rounding below 0 is cut off."""
+        return torch.linalg.eigvalsh(self.a).flip(-1).clamp(min=0)
+
+    def condition(self) -> Tensor:
+        """The largest eigenvalue of ``A`` over its smallest, (heads,); inf where ``A`` is singular."""
+        return self.eigenvalues[:, 0] / self.eigenvalues[:, -1]
+
+    def residuals(self, iterations: int | None = None) -> Tensor:
+        """:func:`softfree.newton_residuals` of ``A``, (heads, iterations + 1)."""
+        steps = self.iterations if iterations is None else iterations
+        return newton_residuals(self.a, steps, start=self.start, ridge=self.ridge)
+
+    def expected_residuals(self, iterations: int) -> Tensor:
+        """What :meth:`residuals` gives in exact arithmetic, from the eigenvalues: (heads, iterations + 1).
+
+        After k steps ``B Y B - B`` has the eigenvalues ``-lam (1 - alpha lam^2)^(2^k)``, ``B = A + ridge I``.
+        """
+        lam = (self.eigenvalues + self.ridge)[..., None]
+        powers = torch.exp2(torch.arange(iterations + 1, dtype=lam.dtype, device=lam.device))
+        return (lam * self._cut_off()[..., None] ** powers).amax(1) / lam[:, :1, 0]
+
+    def kept_eigenvalues(self) -> Tensor:
+        """How many eigenvalues the steps taken invert by more than half; the others are cut off: (heads,)."""
+        return (self._cut_off() ** (2.0**self.iterations) < 0.5).sum(-1)
+
+    def _cut_off(self) -> Tensor:
+        """``|1 - alpha lam^2|`` of every eigenvalue, (heads, m)."""
+        alpha = start_value(self.a, self.start, self.ridge)[..., 0]
+        return (1 - alpha * (self.eigenvalues + self.ridge).square()).abs()
+
+    def steps_needed(self, tolerance: float = CONVERGED) -> int | None:
+        """The fewest Newton steps that bring every head's residual to ``tolerance``; None beyond 60."""
+        enough = (self.expected_residuals(MOST_STEPS) <= tolerance).all(0)
+        return int(enough.int().argmax()) if enough.any() else None
+
+    def spectral_norm(self, normalize: bool | None = None) -> Tensor:
+        """``||Y'||_2`` (Fig. 6b), as the layer has it or with ``normalize`` chosen: (heads,)."""
+        layer = self if normalize is None else replace(self, normalize=normalize)
+        return torch.linalg.matrix_norm(layer.mixing, 2)
+
+    def nystrom_error(self, samples: int = 256) -> Tensor:
+        """How far the landmarks are from the kernel they stand for, on evenly chosen tokens: (heads,).
+
+        ``||S - kappa(Q, L) Y kappa(L, Q)||_F / ||S||_F`` with ``S = kappa(Q, Q)``, normalisation left out.
+        """
+        count = min(samples, self.tokens)
+        chosen = torch.linspace(0, self.tokens - 1, count, device=self.queries.device).long()
+        tokens = self.queries[:, chosen]
+        exact = self._kernel(tokens, tokens)
+        left = self._kernel(tokens, self.landmarks)
+        error = exact - left @ self.inverse @ left.mT
+        return torch.linalg.matrix_norm(error) / torch.linalg.matrix_norm(exact)
+
+    def as_softmax(self) -> "SoftmaxLayer":
+        """What softmax attention would do with the same queries."""
+        return SoftmaxLayer(self.name, "softmax", self.size, self.queries, self.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxLayer(AttentionLayer):
+    """Softmax attention: row i is ``softmax(q_i K^T / sqrt d)``."""
+
+    def rows(self, queries: Sequence[int]) -> Tensor:
+        return _softmax_scores(self.queries[:, queries], self.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class FactoredLayer(AttentionLayer):
+    """A rival that is linear in the tokens: row i is ``left_i right^T``.
+
+    Attributes:
+        left: (heads, tokens, r).
+        right: (heads, tokens, r), or (1, tokens, r) where the heads share it.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def rows(self, queries: Sequence[int]) -> Tensor:
+        return self.left[:, queries] @ self.right.mT
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCapture:
+    """The attention layers of one forward pass, in the order they ran, and what the model returned.
+
+    Attributes:
+        layers: see :class:`AttentionLayer`.
+        output: the model's result, e.g. logits (1, classes).
+    """
+
+    layers: tuple[AttentionLayer, ...]
+    output: Any
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The numbers of the stages, rising."""
+        return tuple(sorted({layer.stage for layer in self.layers}))
+
+    @property
+    def soft_layers(self) -> tuple[SoftLayer, ...]:
+        """The softmax-free ones among the layers."""
+        return tuple(layer for layer in self.layers if isinstance(layer, SoftLayer))
+
+    def layer(self, stage: int, block: int = -1) -> AttentionLayer:
+        """A layer by its stage and block, both from 1; block -1 is the last."""
+        blocks = [layer for layer in self.layers if layer.stage == stage]
+        if not blocks:
+            raise ValueError(
+                f"stage must be one of {', '.join(map(str, self.stages))}, got {stage}"
+            )
+        if block != -1 and not 1 <= block <= len(blocks):
+            raise ValueError(
+                f"block must be at most {len(blocks)} in stage {stage} (-1 for the last), got {block}"
+            )
+        return blocks[block if block == -1 else block - 1]
+
+
+def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
+    """Run an image through a model and keep what its attention layers did, as factors.
+
+    Memory grows linearly with the image, as the model's own does. The model is run in evaluation mode and
+    left as it was.
+
+    Args:
+        model: any model with attention layers of softfree.
+        image: (channels, H, W) or (1, channels, H, W), normalised as the model wants it.
+
+    Example:
+        >>> import timm, torch, softfree
+        >>> model = timm.create_model("softpp_tiny")
+        >>> layer = capture_attention(model, torch.randn(3, 64, 96)).layer(stage=1)
+        >>> layer.heat_map(layer.token_at(0.5, 0.5)).shape  # where each of two heads looks from the centre
+        torch.Size([2, 16, 24])
+        >>> layer.residuals().shape  # of each Newton step, the start value first
+        torch.Size([2, 21])
+    """
+    if not isinstance(image, Tensor) or image.ndim not in (3, 4):
+        given = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
+        raise ValueError(f"image must be a tensor (channels, H, W), got {given}")
+    if image.ndim == 4 and image.shape[0] != 1:
+        raise ValueError(f"image must be one image, got a batch of {image.shape[0]}")
+    layers: list[AttentionLayer] = []
+
+    def recorder(name: str, read: Callable[..., AttentionLayer]) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            with torch.autocast(args[0].device.type, enabled=False):
+                layers.append(read(name, module, *args, **kwargs))
+
+        return record
+
+    handles = [
+        module.register_forward_pre_hook(recorder(name, READERS[type(module)]), with_kwargs=True)
+        for name, module in model.named_modules()
+        if type(module) in READERS
+    ]
+    if not handles:
+        known = ", ".join(kind.__name__ for kind in READERS)
+        raise ValueError(
+            f"model: {type(model).__name__} has no attention layer of softfree ({known})"
+        )
+    like = next(model.parameters())
+    try:
+        with evaluating(model), torch.no_grad():
+            output = model((image[None] if image.ndim == 3 else image).to(like))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return AttentionCapture(tuple(layers), output)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within, each module's own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _read_soft(
+    name: str,
+    module: SoftAttention,
+    x: Tensor,
+    size: tuple[int, int] | None = None,
+    mask: Tensor | None = None,
+    context: Tensor | None = None,
+) -> SoftLayer:
+    _check_self_attention(name, mask, context)
+    q = module.qv(x)[..., : x.shape[2]].unflatten(-1, (module.num_heads, module.head_dim))
+    q = q.transpose(1, 2)
+    landmarks, present = module.sampler(q, size, None)
+    # A landmark that takes no part changes nothing when it is left out.
+    landmarks = landmarks[0] if present is None else landmarks[0][:, present[0]]
+    tokens = q[0].float()
+    return SoftLayer(
+        name,
+        "SOFT++" if module.normalize else "SOFT",
+        size,
+        tokens,
+        tokens,
+        landmarks.float(),
+        scale=1 / math.sqrt(module.head_dim),
+        normalize=module.normalize,
+        iterations=module.iterations,
+        start=module.start,
+        ridge=module.ridge,
+    )
+
+
+def _project(
+    name: str, module: MultiHeadAttention, x: Tensor, mask: Tensor | None, context: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of a rival, (heads, tokens, d) each, in float32."""
+    _check_self_attention(name, mask, context)
+    projected = module.qkv(x)[0].unflatten(-1, (3, module.num_heads, module.head_dim))
+    q, k, _ = projected.permute(1, 2, 0, 3).float()
+    return q, k
+
+
+def _read_softmax(
+    name: str,
+    module: SoftmaxAttention,
+    x: Tensor,
+    size: tuple[int, int] | None = None,
+    mask: Tensor | None = None,
+    context: Tensor | None = None,
+) -> SoftmaxLayer:
+    return SoftmaxLayer(name, "softmax", size, *_project(name, module, x, mask, context))
+
+
+def _read_nystromformer(
+    name: str,
+    module: NystromformerAttention,
+    x: Tensor,
+    size: tuple[int, int] | None = None,
+    mask: Tensor | None = None,
+    context: Tensor | None = None,
+) -> FactoredLayer:
+    q, k = _project(name, module, x, mask, context)
+    landmark_queries, landmark_keys = (module.sampler(t[None], size)[0][0] for t in (q, k))
+    inverse = iterative_inverse(
+        _softmax_scores(landmark_queries, landmark_keys), module.inverse_steps
+    )
+    left = _softmax_scores(q, landmark_keys) @ inverse
+    right = _softmax_scores(landmark_queries, k).mT
+    return FactoredLayer(name, "Nyströmformer", size, q, k, left, right)
+
+
+def _read_performer(
+    name: str,
+    module: PerformerAttention,
+    x: Tensor,
+    size: tuple[int, int] | None = None,
+    mask: Tensor | None = None,
+    context: Tensor | None = None,
+) -> FactoredLayer:
+    q, k = _project(name, module, x, mask, context)
+    directions = module.features.float().T * module.head_dim**-0.25
+    on_queries, on_keys = q @ directions, k @ directions
+    if module.kernel == "softmax":
+        on_keys = on_keys - k.square().sum(-1, keepdim=True) * (0.5 * module.head_dim**-0.5)
+        totals = on_keys.logsumexp(-2, keepdim=True)
+        left, right = (on_queries + totals).softmax(-1), (on_keys - totals).exp()
+    else:
+        left, right = (t.relu() + RELU_OFFSET for t in (on_queries, on_keys))
+        left = left / (left @ right.sum(-2)[..., None])
+    return FactoredLayer(name, "Performer", size, q, k, left, right)
+
+
+def _read_linformer(
+    name: str,
+    module: LinformerAttention,
+    x: Tensor,
+    size: tuple[int, int] | None = None,
+    mask: Tensor | None = None,
+    context: Tensor | None = None,
+) -> FactoredLayer:
+    q, k = _project(name, module, x, mask, context)
+    prefix = 0 if size is None else x.shape[1] - size[0] * size[1]
+    mixtures = module.matrix(x.shape[1] - prefix, size).float()
+    mixtures = torch.block_diag(torch.eye(prefix, device=x.device), mixtures)
+    left = _softmax_scores(q, mixtures @ k)
+    return FactoredLayer(name, "Linformer", size, q, k, left, mixtures.mT[None])
+
+
+def _softmax_scores(q: Tensor, k: Tensor) -> Tensor:
+    return torch.softmax(q.shape[-1] ** -0.5 * q @ k.mT, -1)
+
+
+def _check_self_attention(name: str, mask: Tensor | None, context: Tensor | None) -> None:
+    if mask is not None or context is not None:
+        raise ValueError(f"{name}: attention with a mask or to a context can't be captured")
+
+
+# How the factors of each kind of layer are read, called with the layer's own arguments.
+READERS: dict[type[nn.Module], Callable[..., AttentionLayer]] = {
+    SoftAttention: _read_soft,
+    SoftmaxAttention: _read_softmax,
+    NystromformerAttention: _read_nystromformer,
+    PerformerAttention: _read_performer,
+    LinformerAttention: _read_linformer,
+}

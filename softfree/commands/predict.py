@@ -1,0 +1,276 @@
+"""Say what is in pictures, with a model that `softfree train` wrote."""
+
+import glob
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Annotated, Any, Protocol
+
+import torch
+import tyro
+from PIL import Image
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from softfree.commands._benchmark_common import check_output, check_positive, make_table
+from softfree.commands.demo import choose_device
+from softfree.data.images import EXTENSIONS, ImageFiles, Unreadable, image_files, open_image
+from softfree.models.export import load_onnx
+from softfree.training.checkpoint import read_metadata
+from softfree.training.classification import Normalize, eval_transform, load_classifier
+
+MAX_LISTED = 10
+MOST_WORKERS = 8
+ONNX = ".onnx"
+
+
+class Predictor(Protocol):
+    """What a task does with a picture. PREDICTORS has one for each task of a checkpoint."""
+
+    titles: Sequence[str]
+
+    def prepare(self, picture: Image.Image, /) -> Any:
+        """The model's input; runs in a worker process, so what it needs must travel there."""
+
+    def predict(self, inputs: list[Any]) -> list[dict[str, Any]]:
+        """A result for each input, of what JSON can hold."""
+
+    def cells(self, result: dict[str, Any]) -> Sequence[str]:
+        """The result for people, one cell for each of ``titles``."""
+
+    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+        """Write a picture of the result."""
+
+
+class Classifier:
+    """The likeliest classes of a picture."""
+
+    titles: Sequence[str] = ("likeliest", "probability", "then")
+
+    def __init__(self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int):
+        self.model, metadata = (
+            load_onnx(checkpoint)
+            if checkpoint.suffix == ONNX
+            else load_classifier(checkpoint, device)
+        )
+        self.device = device
+        self.class_names = metadata["class_names"]
+        self.topk = min(topk, len(self.class_names))
+        self.normalize = Normalize(metadata["mean"], metadata["std"])
+        self.prepare: Callable[[Image.Image], Tensor] = eval_transform(metadata, img_size)
+        # Networks of a fixed size can be told another; ours take any.
+        set_size: Callable[..., None] | None = getattr(self.model, "set_input_size", None)
+        if img_size is not None and set_size is not None:
+            set_size(img_size=img_size)
+
+    def predict(self, inputs: list[Tensor]) -> list[dict[str, Any]]:
+        images = torch.stack(inputs).to(self.device)
+        with torch.inference_mode():
+            chances = self.model(self.normalize(images)).float().softmax(-1).topk(self.topk)
+        return [
+            {
+                "predictions": [
+                    {"label": self.class_names[index], "index": index, "probability": chance}
+                    for chance, index in zip(*row, strict=True)
+                ]
+            }
+            for row in zip(chances.values.tolist(), chances.indices.tolist(), strict=True)
+        ]
+
+    def cells(self, result: dict[str, Any]) -> Sequence[str]:
+        best, *others = result["predictions"]
+        then = ", ".join(f"{p['label']} {p['probability']:.1%}" for p in others)
+        return f"[bold]{escape(best['label'])}[/]", f"{best['probability']:.1%}", escape(then)
+
+    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+        from softfree.commands._drawing import draw_classes
+
+        predictions = result["predictions"]
+        draw_classes(
+            path,
+            picture,
+            [p["label"] for p in predictions],
+            [p["probability"] for p in predictions],
+        )
+
+
+# By the task of a checkpoint: a class made with its folder, the device, --img-size and --topk. By name, since
+# what one task imports takes seconds.
+PREDICTORS = {
+    "classification": (__name__, "Classifier"),
+    "detection": ("softfree.commands._predict_dense", "ObjectDetector"),
+    "segmentation": ("softfree.commands._predict_dense", "Segmenter"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree predict`` with these arguments; return the exit code."""
+    return tyro.cli(predict, args=argv, prog="softfree predict", description=__doc__)
+
+
+def predict(
+    pictures: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PICTURE [PICTURE ...]")
+    ],
+    /,
+    checkpoint: Path | None = None,
+    onnx: Path | None = None,
+    topk: int = 5,
+    output: Path | None = None,
+    draw: Annotated[Path | None, tyro.conf.arg(aliases=["--out"])] = None,
+    img_size: int | None = None,
+    batch_size: int = 16,
+    device: str = "auto",
+    as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Print the likeliest classes of each picture.
+
+    A file that can't be read is named and counted. The exit code is 1 only if none could be read.
+
+    Args:
+        pictures: files, folders (with their subfolders) or patterns like 'photos/*.png'.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best.
+        onnx: or a classifier that `softfree export` wrote; it runs on the CPU.
+        topk: how many classes to give of each picture.
+        output: also write the results to this file, one JSON object a line.
+        draw: also write each picture with its classes into this folder.
+        img_size: side of the square the model sees; otherwise that of the training.
+        batch_size: pictures at a time.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+        as_json: print JSON lines and no table, for programs.
+    """
+    for option, value in (("--topk", topk), ("--batch-size", batch_size)):
+        check_positive(option, value)
+    if img_size is not None:
+        check_positive("--img-size", img_size)
+    check_output("--output", output)
+    check_draw(draw)
+    source, task, known = find_model(checkpoint, onnx)
+    where = torch.device("cpu") if onnx else choose_device(device)
+    paths = find_pictures(pictures)
+    if task not in known:
+        raise ValueError(f"{source} is of the task {task!r}; predict knows {', '.join(known)} here")
+    module, kind = PREDICTORS[task]
+    create: Callable[..., Predictor] = getattr(importlib.import_module(module), kind)
+    predictor = create(source, where, img_size, topk)
+
+    console = Console(highlight=False)
+    errors = Console(stderr=True, highlight=False)
+    table = make_table(["picture"])
+    for title in predictor.titles:
+        table.add_column(title, overflow="fold")
+    unreadable: list[Unreadable] = []
+    with ExitStack() as stack:
+        lines: IO[str] | None = None
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            lines = stack.enter_context(output.open("w", encoding="utf-8"))
+        results = track(
+            predict_files(predictor, paths, batch_size), "predicting", len(paths),
+            console=errors, transient=True, disable=not errors.is_terminal,
+        )  # fmt: skip
+        for number, result in enumerate(results):
+            path = paths[number]
+            if isinstance(result, Unreadable):
+                unreadable.append(result)
+                record = {"path": path, "error": result.reason}
+            else:
+                record = {"path": path, **result}
+                table.add_row(escape(path), *predictor.cells(result))
+                if draw is not None:
+                    target = drawing_path(draw, number, path, len(paths))
+                    predictor.draw(target, open_image(path), result)
+            line = json.dumps(record, ensure_ascii=False)
+            if lines is not None:
+                print(line, file=lines)
+            if as_json:
+                print(line)
+    if not as_json and table.row_count:
+        console.print(table)
+    report_unreadable(errors, unreadable, len(paths))
+    if not as_json:
+        for what, written in (("results", output), ("drawings", draw)):
+            if written is not None:
+                console.print(f"{what} written to {escape(str(written))}", soft_wrap=True)
+    return int(len(unreadable) == len(paths))
+
+
+def find_model(checkpoint: Path | None, onnx: Path | None) -> tuple[Path, Any, tuple[str, ...]]:
+    """The model's place, its task, and the tasks that can be predicted from there."""
+    if checkpoint is not None and onnx is None:
+        return checkpoint, read_metadata(checkpoint).get("task"), tuple(PREDICTORS)
+    if onnx is None or checkpoint is not None:
+        raise ValueError("give either --checkpoint OUT/best or --onnx model.onnx")
+    if onnx.suffix != ONNX:
+        raise ValueError(f"--onnx must name a file that ends in {ONNX}, got {onnx}")
+    return onnx, load_onnx(onnx)[1].get("task"), ("classification",)
+
+
+def find_pictures(given: Sequence[str]) -> list[str]:
+    """Paths of the pictures that files, folders and patterns name, each once, in their order."""
+    if not given:
+        raise ValueError("no picture given; name files, folders or patterns like 'photos/*.png'")
+    found: dict[str, None] = {}
+    for name in given:
+        if Path(name).is_dir():
+            files = image_files(Path(name))
+            if not files:
+                raise FileNotFoundError(
+                    f"no picture in the folder {name}; looked for {', '.join(EXTENSIONS)}"
+                )
+        elif Path(name).is_file():
+            files = [name]
+        else:
+            matches = sorted(glob.glob(name, recursive=True))
+            files = [match for match in matches if Path(match).is_file()]
+            if not files:
+                raise FileNotFoundError(f"no picture at {name}")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
+def predict_files(
+    predictor: Predictor, paths: Sequence[str], batch_size: int
+) -> Iterator[dict[str, Any] | Unreadable]:
+    """A result for each path, in their order."""
+    files = ImageFiles(paths, range(len(paths)))
+    files.transform = predictor.prepare
+    workers = min(os.cpu_count() or 1, MOST_WORKERS, len(paths) // batch_size)
+    loader = DataLoader(files, batch_size, num_workers=workers, collate_fn=list)
+    for batch in loader:
+        inputs = [item[0] for item in batch if not isinstance(item, Unreadable)]
+        results = iter(predictor.predict(inputs) if inputs else [])
+        for item in batch:
+            yield item if isinstance(item, Unreadable) else next(results)
+
+
+def check_draw(folder: Path | None) -> None:
+    """Refuse a folder that can't be drawn into, before the work."""
+    if folder is None:
+        return
+    if folder.is_file():
+        raise ValueError(f"--draw must name a folder, {folder} is a file")
+    check_output("--draw", folder / "drawing.png")
+
+
+def drawing_path(folder: Path, number: int, path: str, count: int) -> Path:
+    """A name that tells the picture, and that no two pictures share."""
+    order = f"{number + 1:0{len(str(count))}d}"
+    return folder / f"{order}_{Path(path).stem}.png"
+
+
+def report_unreadable(console: Console, unreadable: Sequence[Unreadable], count: int) -> None:
+    """Name the files that could not be read, the first few of many."""
+    if not unreadable:
+        return
+    console.print(f"{len(unreadable):,} of {count:,} pictures could not be read:", style="yellow")
+    for item in unreadable[:MAX_LISTED]:
+        console.print(f"  {escape(item.path)}: {escape(item.reason)}", soft_wrap=True)
+    if len(unreadable) > MAX_LISTED:
+        console.print(f"  and {len(unreadable) - MAX_LISTED:,} more", style="dim")

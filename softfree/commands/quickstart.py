@@ -1,0 +1,155 @@
+"""Train a small model on handwritten digits, score it, and draw what it has learned."""
+
+import csv
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import tyro
+from PIL import Image
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+
+from softfree.analysis.capture import capture_attention
+from softfree.commands import train, validate
+from softfree.commands._drawing import COLUMNS, ROWS, HeatMap, Sample, draw_quickstart
+from softfree.commands.demo import choose_device
+from softfree.data import load_images
+from softfree.training.classification import Normalize, eval_transform, load_classifier
+from softfree.training.logs import EVAL_CSV, TRAIN_CSV
+
+# Twice the size of the digits, and landmarks of small windows: maps of attention with something to see.
+FLAGS = (
+    "--img-size", "64", "--model", "softpp_tiny", "--model-kwargs", "embed_dims=32,64,96,128",
+    "num_heads=1,2,3,4", "depths=1,1,1,1", "strides=4,2,1,1", "--smoothing", "0",
+    "--warmup-epochs", "0.5",
+)  # fmt: skip
+EPOCHS = 10
+MOST_WRONG = COLUMNS
+STAGES = (1, 2)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree quickstart`` with these arguments; return the exit code."""
+    return tyro.cli(quickstart, args=argv, prog="softfree quickstart", description=__doc__)
+
+
+def quickstart(
+    output: Path = Path("output/quickstart"), epochs: int = EPOCHS, device: str = "auto"
+) -> int:
+    """Needs no data and no network. Run again, it continues or shows what is there.
+
+    Args:
+        output: folder for checkpoints, logs and the picture.
+        epochs: passes over the 1,437 training digits.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    where = choose_device(device)
+    began = time.monotonic()
+    best = output / "best"
+    training = [
+        "classification", "--output", str(output), *FLAGS, "--epochs", str(epochs),
+        "--device", where.type, "--resume", "auto",
+    ]  # fmt: skip
+    show_step(console, 1, "Train on 1,437 handwritten digits", "train", training)
+    if code := train.main(training):
+        return code
+    scoring = [
+        "classification", "--checkpoint", str(best), "--device", where.type, "--workers", "0",
+    ]  # fmt: skip
+    show_step(console, 2, "Score on 360 others", "validate", scoring)
+    if code := validate.main(scoring):
+        return code
+    console.print("[bold]3. Draw what it has learned[/]")
+    picture = output / "quickstart.png"
+    examples = output / "digits"
+    draw(picture, output, where)
+    save_examples(examples)
+    predicting = shlex.join(["softfree", "predict", str(examples), "--checkpoint", str(best)])
+    console.print(
+        f"Picture: [bold]{escape(str(picture))}[/]\n\n"
+        f"[bold]That took {time.monotonic() - began:.0f} s. Next:[/]\n"
+        f"  {escape(predicting)}\n"
+        "  softfree train classification --data-dir D --model softpp_tiny   your pictures, in\n"
+        "                                                                   D/train/CLASS/, D/val/CLASS/\n"
+        "  softfree demo                                                    how fast it is without softmax\n"
+        "If the shell finds no softfree: source .venv/bin/activate"
+    )
+    return 0
+
+
+def show_step(console: Console, number: int, what: str, command: str, argv: Sequence[str]) -> None:
+    """A heading, and the command that does the same."""
+    console.print(f"[bold]{number}. {what}[/]")
+    console.print(f"softfree {command} {shlex.join(argv)}", style="dim", markup=False)
+
+
+def draw(path: Path, output: Path, device: torch.device) -> None:
+    """The picture: samples with right and wrong answers, the curves, and where one digit's patch looks."""
+    model, metadata = load_classifier(output / "best", device)
+    digits = load_images(None).val
+    prepare = eval_transform(metadata)
+    normalize = Normalize(metadata["mean"], metadata["std"])
+    pictures, labels = zip(*(digits.read(i) for i in range(len(digits))), strict=True)
+    inputs = normalize(torch.stack([prepare(picture) for picture in pictures]).to(device))
+    with torch.inference_mode():
+        chances = model(inputs).float().softmax(-1).cpu()
+    names = metadata["class_names"]
+    samples = [
+        Sample(picture, names[label], names[int(row.argmax())], float(row.max()))
+        for picture, label, row in zip(pictures, labels, chances, strict=True)
+    ]
+    right = [sample for sample in samples if sample.predicted == sample.label]
+    wrong = [sample for sample in samples if sample.predicted != sample.label][:MOST_WRONG]
+    shown = wrong + right[: ROWS * COLUMNS - len(wrong)]
+    chosen = samples.index(next((sample for sample in right if sample.label == "8"), samples[0]))
+    draw_quickstart(
+        path,
+        f"{metadata['model']}, made small: {len(right)} of {len(samples)} handwritten digits "
+        f"read rightly ({len(right) / len(samples):.1%})",
+        shown,
+        read_curve(output / TRAIN_CSV, "loss"),
+        read_curve(output / EVAL_CSV, "top1"),
+        pictures[chosen],
+        heat_maps(model, inputs[chosen], pictures[chosen]),
+    )
+
+
+def heat_maps(model: torch.nn.Module, image: Tensor, picture: Image.Image) -> list[HeatMap]:
+    """Rows of the attention matrices of two stages, means over the heads, for a patch on the digit."""
+    captured = capture_attention(model, image)
+    x, y = brightest(picture)
+    maps = []
+    for stage in STAGES:
+        layer = captured.layer(stage)
+        heat = layer.heat_map(layer.token_at(x, y)).mean(0).cpu().numpy()
+        rows, columns = heat.shape
+        maps.append(HeatMap(f"stage {stage}: {rows} x {columns} tokens", heat, x, y))
+    return maps
+
+
+def brightest(picture: Image.Image) -> tuple[float, float]:
+    """The centre of the brightest pixel, across and down, in [0, 1]."""
+    width, height = picture.size
+    grey = torch.tensor(list(picture.convert("L").tobytes()))
+    down, across = divmod(int(grey.argmax()), width)
+    return (across + 0.5) / width, (down + 0.5) / height
+
+
+def read_curve(path: Path, column: str) -> list[tuple[float, float]]:
+    """(epoch, value) of every row of a run's log."""
+    with path.open(newline="") as file:
+        return [(float(row["epoch"]), float(row[column])) for row in csv.DictReader(file)]
+
+
+def save_examples(folder: Path, count: int = 10) -> None:
+    """A few validation digits as files, to try `softfree predict` on."""
+    digits = load_images(None).val
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        picture, label = digits.read(index)
+        picture.save(folder / f"{index}_is_a_{label}.png")

@@ -1,0 +1,205 @@
+"""Score a trained model: top-1, top-5, loss, throughput, at any image sizes.
+
+`softfree validate classification --checkpoint OUT/best --data-dir D`, alone or under torchrun: each picture
+counts once.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader
+
+from softfree.analysis import describe_environment, write_csv
+from softfree.commands._benchmark_common import check_output, check_positive, make_table
+from softfree.commands._validate_dense import detection, segmentation
+from softfree.commands._validate_longrange import longrange
+from softfree.data.images import ImageDataset, collate_images, load_images
+from softfree.training import checkpoint
+from softfree.training.classification import (
+    Normalize,
+    check_model_name,
+    create_network,
+    eval_transform,
+    evaluate_classifier,
+    load_classifier,
+    load_pretrained,
+    preparation_of,
+)
+from softfree.training.devices import amp_dtype_for, to_device
+from softfree.training.distributed import Processes, gather, join_processes
+from softfree.training.sampling import EvalSampler
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree validate`` with these arguments; return the exit code."""
+    if not argv or argv[0] not in (*TASKS, "-h", "--help"):
+        given = f"got {argv[0]!r}" if argv else "e.g. `softfree validate classification`"
+        raise ValueError(f"validate what? One of {', '.join(TASKS)}; {given}")
+    return tyro.extras.subcommand_cli_from_dict(
+        TASKS, args=argv, prog="softfree validate", description=__doc__
+    )
+
+
+def classification(
+    checkpoint: Path,
+    data_dir: str | None = None,
+    dataset: str = "",
+    img_size: tuple[int, ...] = (),
+    crop_pct: float | None = None,
+    model: str = "",
+    batch_size: int = 128,
+    workers: int = 4,
+    amp_dtype: Literal["auto", "none", "bfloat16", "float16"] = "auto",
+    device: str = "auto",
+    strict_data: bool = False,
+    results_file: Path | None = None,
+) -> int:
+    """Top-1 and top-5 accuracy, loss and throughput on the validation pictures.
+
+    Args:
+        checkpoint: a checkpoint folder, such as OUT/best; or a weights file, with --model.
+        data_dir: folder with train/ and val/; otherwise what the checkpoint was trained on.
+        dataset: a data set as timm names it, in --data-dir.
+        img_size: one or several sides of the pictures; otherwise that of the training.
+        crop_pct: share of the shorter side that the centre crop takes; otherwise the checkpoint's.
+        model: for a weights file: the model it belongs to, e.g. softpp_tiny_release.
+        batch_size: pictures at a time.
+        workers: processes that load pictures.
+        amp_dtype: autocast; 'auto': bfloat16 on a GPU, none on a CPU.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+        strict_data: stop at the first picture that can't be read.
+        results_file: write the table to this CSV file, with date, device and versions.
+    """
+    check_output("--results-file", results_file)
+    check_positive("--batch-size", batch_size)
+    for size in img_size:
+        check_positive("--img-size", size)
+    if data_dir is None and not dataset:
+        data_dir, dataset = trained_on(checkpoint)
+    data = load_images(data_dir, dataset=dataset, strict=strict_data)
+    with join_processes(device) as processes:
+        network, metadata = load_network(checkpoint, model, data.class_names, processes.device)
+        if crop_pct is not None:
+            metadata = {**metadata, "crop_pct": crop_pct}
+        rows = []
+        for size in img_size or (metadata["img_size"],):
+            scores = score(
+                network, metadata, data.val, size, batch_size, workers, amp_dtype, processes
+            )
+            rows.append({"checkpoint": str(checkpoint), "img_size": size, **scores})
+        if processes.main:
+            print_scores(rows, metadata["model"])
+            if results_file is not None:
+                write_csv(results_file, rows, describe_environment(processes.device))
+                print(f"figures written to {results_file}")
+    return 0
+
+
+TASKS: dict[str, Callable[..., int]] = {
+    "classification": classification,
+    "detection": detection,
+    "longrange": longrange,
+    "segmentation": segmentation,
+}
+
+
+def trained_on(path: Path) -> tuple[str | None, str]:
+    """--data-dir and --dataset of the run that wrote a checkpoint."""
+    if not path.is_dir():
+        raise ValueError(
+            f"--data-dir is needed: {path} is no checkpoint folder that names its data"
+        )
+    data = json.loads((checkpoint.locate(path) / checkpoint.SETTINGS).read_text())["data"]
+    return data["data_dir"], data["dataset"]
+
+
+def load_network(
+    path: Path, name: str, class_names: Sequence[str], device: torch.device
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a checkpoint folder or of a weights file, and how its pictures are prepared."""
+    if path.is_dir() or not name:
+        network, metadata = load_classifier(path, device)
+        if list(metadata["class_names"]) != list(class_names):
+            raise ValueError(
+                f"--checkpoint {path} knows {len(metadata['class_names'])} classes "
+                f"({', '.join(metadata['class_names'][:3])}, ...), --data-dir has {len(class_names)} "
+                f"({', '.join(class_names[:3])}, ...); they must be the same"
+            )
+        return network, metadata
+    check_model_name(name)
+    network = create_network(name, len(class_names), img_size=224, kwargs={})
+    if not load_pretrained(network, path, name):
+        raise ValueError(f"--checkpoint {path} has no head for the {len(class_names)} classes here")
+    return network.eval().to(device), {"model": name, **preparation_of(network, 224)}
+
+
+def score(
+    network: nn.Module,
+    metadata: dict[str, Any],
+    data: ImageDataset,
+    img_size: int,
+    batch_size: int,
+    workers: int,
+    amp_dtype: str,
+    processes: Processes,
+) -> dict[str, float]:
+    """One row: scores and throughput at one size."""
+    device = processes.device
+    data.transform = eval_transform(metadata, img_size)
+    # Networks of a fixed size can be told another; ours take any.
+    set_size = getattr(network, "set_input_size", None)
+    if set_size is not None:
+        set_size(img_size=img_size)
+    loader: DataLoader = DataLoader(
+        data,
+        batch_sampler=EvalSampler(len(data), batch_size, processes.rank, processes.count),
+        collate_fn=collate_images,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+    )
+    unreadable = []
+
+    def batches() -> Any:
+        for batch in loader:
+            unreadable.extend(batch.unreadable)
+            yield to_device(batch, device)
+
+    dtype = amp_dtype_for(amp_dtype, device)
+    began = time.perf_counter()
+    with (
+        torch.inference_mode(),
+        torch.autocast(device.type, dtype=dtype, enabled=dtype is not None),
+    ):
+        normalize = Normalize(metadata["mean"], metadata["std"])
+        scores = evaluate_classifier(network, batches(), normalize, processes)
+    scores["img_per_s"] = scores["samples"] / (time.perf_counter() - began)
+    skipped = gather(unreadable, processes)
+    scores["unreadable"] = len(skipped)
+    if processes.main:
+        for file in skipped:
+            print(f"skipped {file.path}: {file.reason}")
+    return scores
+
+
+def print_scores(rows: Sequence[dict[str, Any]], name: str) -> None:
+    """The rows for people."""
+    table = make_table(["img size", "top-1 %", "top-5 %", "loss", "pictures", "img/s"])
+    for row in rows:
+        table.add_row(
+            str(row["img_size"]),
+            f"{row['top1']:.2f}",
+            f"{row['top5']:.2f}",
+            f"{row['loss']:.4f}",
+            f"{row['samples']:,}",
+            f"{row['img_per_s']:,.0f}",
+        )
+    console = Console(highlight=False)
+    console.print(f"[bold]{name}[/], {rows[0]['checkpoint']}")
+    console.print(table)

@@ -1,0 +1,25 @@
+"""What a run reads: image folders, timm's datasets, shards, and the embedded digits."""
+
+from softfree.data.images import (
+    Batch,
+    ImageData,
+    ImageDataset,
+    Unreadable,
+    UnreadableImageError,
+    collate_images,
+    load_images,
+    open_image,
+    seeded,
+)
+
+__all__ = [
+    "Batch",
+    "ImageData",
+    "ImageDataset",
+    "Unreadable",
+    "UnreadableImageError",
+    "collate_images",
+    "load_images",
+    "open_image",
+    "seeded",
+]

@@ -1,0 +1,180 @@
+"""COCO annotations: reading, checking, masks; from a file or as the embedded shapes."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from softfree.data.images import some
+from softfree.data.shapes import CLASSES, SIDE, draw_shapes
+
+Annotations = dict[str, Any]
+# The packages that compute COCO's metrics, and the names of the modules in each.
+PACKAGES = {
+    "faster-coco-eval": ("faster_coco_eval", "faster_coco_eval.core.mask"),
+    "pycocotools": ("pycocotools.coco", "pycocotools.mask"),
+}
+# COCO's own boxes reach past the border by fractions of a pixel.
+BORDER_TOLERANCE = 1.0
+
+
+def coco_api(package: str | None = None) -> SimpleNamespace:
+    """``COCO``, ``COCOeval`` and ``mask`` of faster-coco-eval or pycocotools; None: the first there is."""
+    for name in PACKAGES if package is None else (package,):
+        main, mask = PACKAGES[name]
+        try:
+            module, mask_module = importlib.import_module(main), importlib.import_module(mask)
+        except ImportError:
+            continue
+        if name == "pycocotools":
+            evaluator = importlib.import_module("pycocotools.cocoeval").COCOeval
+        else:
+            evaluator = module.COCOeval_faster
+        return SimpleNamespace(COCO=module.COCO, COCOeval=evaluator, mask=mask_module)
+    raise ValueError(
+        f"detection needs {package or ' or '.join(PACKAGES)}: pip install 'softfree[dense]'"
+    )
+
+
+def read_annotations(path: Path) -> Annotations:
+    """The content of a COCO json file, with ``area`` and ``iscrowd`` filled in where they are missing."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no readable json: {error}") from error
+    lacking = [key for key in ("images", "annotations", "categories") if key not in content]
+    if lacking:
+        raise ValueError(f"{path} is no COCO file: it has no {', '.join(map(repr, lacking))}")
+    for annotation in content["annotations"]:
+        annotation.setdefault("iscrowd", 0)
+        if "area" not in annotation and len(annotation.get("bbox", ())) == 4:
+            annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
+    return content
+
+
+def bad_annotations(annotations: Annotations, masks: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every annotation that can't be trained on, and why.
+
+    Checked are the image and the category it names, its box (inside the image, with an area) and, with
+    ``masks``, that it has a mask of the image's size.
+    """
+    images = {image["id"]: image for image in annotations["images"]}
+    categories = {category["id"] for category in annotations["categories"]}
+    for annotation in annotations["annotations"]:
+        image = images.get(annotation["image_id"])
+        if image is None:
+            yield annotation, f"there is no image {annotation['image_id']}"
+        elif annotation["category_id"] not in categories:
+            yield annotation, f"there is no category {annotation['category_id']}"
+        else:
+            reason = _bad_box(annotation.get("bbox", ()), image)
+            if reason is None and masks:
+                reason = _bad_mask(annotation.get("segmentation"), image)
+            if reason is not None:
+                yield annotation, f"{reason} in {image['file_name']}"
+
+
+def check_annotations(
+    annotations: Annotations, source: str, *, masks: bool = False, skip_bad: bool = False
+) -> Annotations:
+    """The annotations, or an error that names the bad ones.
+
+    Args:
+        source: where they are from, for the message.
+        masks: check masks too.
+        skip_bad: leave out the bad ones instead of raising (``--skip-bad-annotations``).
+    """
+    ids = [image["id"] for image in annotations["images"]]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"{source} has several images of the same id")
+    if not ids:
+        raise ValueError(f"{source} has no images")
+    bad = list(bad_annotations(annotations, masks))
+    if bad and not skip_bad:
+        reasons = [f"annotation {a.get('id', '?')}: {reason}" for a, reason in bad]
+        raise ValueError(
+            f"{source}: {len(bad):,} of {len(annotations['annotations']):,} annotations can't be used "
+            f"({some(reasons)}); correct them, or leave them out with --skip-bad-annotations"
+        )
+    left_out = {id(annotation) for annotation, _ in bad}
+    kept = [a for a in annotations["annotations"] if id(a) not in left_out]
+    if not kept:
+        raise ValueError(f"{source} has no annotations that can be used")
+    return {**annotations, "annotations": kept}
+
+
+def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
+    """Polygons or a run-length code, compressed or not, as a mask (height, width) of 0 and 1, uint8."""
+    mask = coco_api().mask
+    if isinstance(segmentation, list):
+        return mask.decode(mask.merge(mask.frPyObjects(segmentation, height, width)))
+    if isinstance(segmentation["counts"], list):
+        segmentation = mask.frPyObjects(segmentation, height, width)
+    return mask.decode(segmentation)
+
+
+def encode_mask(mask: np.ndarray) -> dict[str, Any]:
+    """A mask (height, width) as a compressed run-length code that json can hold."""
+    code = coco_api().mask.encode(np.asfortranarray(mask, dtype=np.uint8))
+    counts = code["counts"]
+    return dict(
+        size=list(map(int, code["size"])),
+        counts=counts.decode() if isinstance(counts, bytes) else counts,
+    )
+
+
+def shape_annotations(count: int, *, split: str, seed: int = 0, side: int = SIDE) -> Annotations:
+    """The first ``count`` pictures of the embedded shapes; image i has the id i: ``draw_shapes(i)``."""
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for index in range(count):
+        images.append(dict(id=index, width=side, height=side, file_name=f"shapes {index}"))
+        picture = draw_shapes(index, split=split, seed=seed, side=side)
+        for label, mask in zip(picture.labels, picture.masks, strict=True):
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+            left, top = int(columns[0]), int(rows[0])
+            annotations.append(
+                dict(
+                    id=len(annotations) + 1,
+                    image_id=index,
+                    category_id=int(label),
+                    bbox=[left, top, int(columns[-1]) + 1 - left, int(rows[-1]) + 1 - top],
+                    area=int(mask.sum()),
+                    iscrowd=0,
+                    segmentation=encode_mask(mask),
+                )
+            )
+    categories = [dict(id=i, name=name) for i, name in enumerate(CLASSES, start=1)]
+    return dict(images=images, annotations=annotations, categories=categories)
+
+
+def _bad_box(box: Any, image: dict[str, Any]) -> str | None:
+    if len(box) != 4:
+        return f"box {box} is not [x, y, width, height]"
+    left, top, width, height = box
+    if not (width > 0 and height > 0):
+        return f"box {box} has no area"
+    if (
+        min(left, top) < -BORDER_TOLERANCE
+        or left + width > image["width"] + BORDER_TOLERANCE
+        or top + height > image["height"] + BORDER_TOLERANCE
+    ):
+        return f"box {box} lies outside of {image['width']} x {image['height']} pixels"
+    return None
+
+
+def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
+    if not segmentation:
+        return "no mask"
+    if isinstance(segmentation, list):
+        if any(len(polygon) < 6 or len(polygon) % 2 for polygon in segmentation):
+            return "a polygon of fewer than 3 points"
+        return None
+    if list(segmentation["size"]) != [image["height"], image["width"]]:
+        height, width = segmentation["size"]
+        return f"a mask of {width} x {height} for an image of {image['width']} x {image['height']} pixels"
+    return None

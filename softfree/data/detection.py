@@ -1,0 +1,274 @@
+"""Pictures with boxes, labels and masks: COCO json files, or the embedded shapes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from softfree.data.coco import (
+    Annotations,
+    check_annotations,
+    decode_mask,
+    read_annotations,
+    shape_annotations,
+)
+from softfree.data.images import Unreadable, UnreadableImageError, open_image, some
+from softfree.data.shapes import SIDE, draw_shapes
+
+ANNOTATION_FILES = (
+    "annotations/instances_{split}2017.json",
+    "annotations/instances_{split}.json",
+    "annotations/instances_{split}2014.json",
+    "annotations/{split}.json",
+)
+IMAGE_FOLDERS = (
+    "{split}2017", "{split}", "{split}2014", "images/{split}2017", "images/{split}", "images",
+    "JPEGImages", ".",
+)  # fmt: skip
+Target = dict[str, Any]
+Sample = tuple[Tensor, Target] | Unreadable
+
+
+class DetectionBatch(NamedTuple):
+    """images (3, H, W) uint8 of different sizes, their targets, and the files that could not be read."""
+
+    images: list[Tensor]
+    targets: list[Target]
+    unreadable: list[Unreadable]
+
+
+class CocoDetection(Dataset):
+    """Images of a COCO file. An item is (image, target), see :func:`__getitem__`.
+
+    Categories are labelled 1, 2, ... in the order of their ids, which may have gaps; 0 is the background.
+
+    Args:
+        annotations: content of the file.
+        read: gives the picture of an entry in ``annotations["images"]``.
+        masks: decode masks, too.
+        transform: applied to (image, target), with torchvision's tv_tensors in them.
+    """
+
+    def __init__(
+        self,
+        annotations: Annotations,
+        read: Callable[[dict[str, Any]], Image.Image],
+        *,
+        masks: bool = False,
+        transform: Callable[..., tuple[Tensor, Target]] | None = None,
+    ):
+        self.annotations = annotations
+        self.read = read
+        self.masks = masks
+        self.transform = transform
+        self.images = sorted(annotations["images"], key=lambda image: image["id"])
+        categories = sorted(annotations["categories"], key=lambda category: category["id"])
+        self.category_ids = [category["id"] for category in categories]
+        self.class_names = tuple(str(category["name"]) for category in categories)
+        self._label = {number: label for label, number in enumerate(self.category_ids, start=1)}
+        self._objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.images}
+        for annotation in annotations["annotations"]:
+            # A crowd's box covers many objects: nothing to learn from. The metric knows of crowds itself.
+            if not annotation["iscrowd"]:
+                self._objects[annotation["image_id"]].append(annotation)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def aspect_ratio(self, index: int) -> float:
+        """Width by height of a picture, from the annotations."""
+        return self.images[index]["width"] / self.images[index]["height"]
+
+    def __getitem__(self, index: int) -> Sample:
+        """(image (3, H, W) uint8, dict): boxes (n, 4) as x1, y1, x2, y2; labels (n,); masks (n, H, W); image_id."""
+        entry = self.images[index]
+        try:
+            picture = self.read(entry)
+        except UnreadableImageError as error:
+            return Unreadable(entry["file_name"], str(error))
+        height, width = entry["height"], entry["width"]
+        if picture.size != (width, height):
+            return Unreadable(
+                entry["file_name"],
+                f"{picture.size[0]} x {picture.size[1]} pixels, but {width} x {height} in the annotations",
+            )
+        objects = self._objects[entry["id"]]
+        boxes = torch.tensor([a["bbox"] for a in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        boxes = boxes.clamp(torch.zeros(4), torch.tensor([width, height] * 2, dtype=torch.float32))
+        target: Target = dict(
+            boxes=tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
+            labels=torch.tensor([self._label[a["category_id"]] for a in objects]).long(),
+            image_id=entry["id"],
+        )
+        if self.masks:
+            masks = torch.zeros(len(objects), height, width, dtype=torch.uint8)
+            for mask, a in zip(masks, objects, strict=True):
+                mask.copy_(torch.from_numpy(decode_mask(a["segmentation"], height, width)))
+            target["masks"] = tv_tensors.Mask(masks)
+        image = tv_tensors.Image(v2.functional.pil_to_tensor(picture))
+        return (image, target) if self.transform is None else self.transform(image, target)
+
+
+@dataclass(frozen=True)
+class DetectionData:
+    """What a detection run reads."""
+
+    train: CocoDetection
+    val: CocoDetection
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the labels 1, 2, ..."""
+        return self.train.class_names
+
+
+def load_detection(
+    data_dir: str | None,
+    *,
+    masks: bool = False,
+    skip_bad: bool = False,
+    shapes: tuple[int, int] = (1000, 200),
+    side: int = SIDE,
+) -> DetectionData:
+    """Training and validation pictures, checked.
+
+    Args:
+        data_dir: a folder with annotations/instances_train2017.json and instances_val2017.json (or
+            instances_train.json, ...) and the pictures in train2017/ and val2017/ (or train/, images/,
+            JPEGImages/, ...); None: the embedded shapes.
+        masks: read masks, too.
+        skip_bad: leave out annotations that can't be used, instead of an error.
+        shapes, side: how many embedded pictures for training and validation, and their size.
+    """
+    if data_dir is None:
+        train, val = (
+            CocoDetection(
+                shape_annotations(count, split=split, side=side),
+                _DrawShapes(split, side),
+                masks=masks,
+            )
+            for split, count in zip(("train", "val"), shapes, strict=True)
+        )
+    else:
+        train, val = (
+            read_detection(Path(data_dir), split, masks=masks, skip_bad=skip_bad)
+            for split in ("train", "val")
+        )
+    if train.category_ids != val.category_ids or train.class_names != val.class_names:
+        raise ValueError(
+            f"--data-dir {data_dir}: the categories of train and val differ "
+            f"({len(train.category_ids)} and {len(val.category_ids)})"
+        )
+    return DetectionData(train, val)
+
+
+def read_detection(
+    root: Path, split: str, *, masks: bool = False, skip_bad: bool = False
+) -> CocoDetection:
+    """One split of a COCO folder, checked: annotations, and that every file is there."""
+    if not root.is_dir():
+        raise FileNotFoundError(f"--data-dir {root} is no folder")
+    candidates = [root / name.format(split=split) for name in ANNOTATION_FILES]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(
+            f"--data-dir {root} has no annotations of {split}: none of "
+            f"{', '.join(str(c.relative_to(root)) for c in candidates)}"
+        )
+    annotations = check_annotations(
+        read_annotations(path), str(path), masks=masks, skip_bad=skip_bad
+    )
+    first = annotations["images"][0]["file_name"]
+    folders = [root / name.format(split=split) for name in IMAGE_FOLDERS]
+    folder = next((folder for folder in folders if (folder / first).is_file()), None)
+    if folder is None:
+        raise FileNotFoundError(
+            f"{first}, the first image of {path}, is in none of the folders "
+            f"{', '.join(name.format(split=split) for name in IMAGE_FOLDERS)} of {root}"
+        )
+    missing = [
+        image["file_name"]
+        for image in annotations["images"]
+        if not (folder / image["file_name"]).is_file()
+    ]
+    if missing:
+        raise FileNotFoundError(
+            f"{len(missing):,} images of {path} are not in {folder}: {some(missing)}"
+        )
+    return CocoDetection(annotations, _ReadFile(folder), masks=masks)
+
+
+def train_transform(
+    short_sides: Sequence[int], max_size: int, *, flip: bool = True
+) -> Callable[..., tuple[Tensor, Target]]:
+    """Random flip, and a resize to one of the short sides whose long side stays within ``max_size``."""
+    steps: list[torch.nn.Module] = [v2.RandomHorizontalFlip()] if flip else []
+    steps += [
+        v2.RandomShortestSize(list(short_sides), max_size),
+        v2.SanitizeBoundingBoxes(),
+        v2.ToPureTensor(),
+    ]
+    return v2.Compose(steps)
+
+
+def aspect_ratio_order(
+    ratios: Sequence[float], batch_size: int, generator: torch.Generator
+) -> list[int]:
+    """A random order in which stretches of ``batch_size`` are all wide pictures or all tall ones.
+
+    Pictures of a batch are padded to the largest, so mixed batches waste half their work on padding.
+
+    Example:
+        >>> import torch
+        >>> order = aspect_ratio_order([1.5, 0.7, 1.3, 0.6], 2, torch.Generator().manual_seed(0))
+        >>> sorted(map(sorted, (order[:2], order[2:])))
+        [[0, 2], [1, 3]]
+    """
+    order = torch.randperm(len(ratios), generator=generator).tolist()
+    full, rest = [], []
+    for wide in (True, False):
+        group = [index for index in order if (ratios[index] >= 1) == wide]
+        whole = len(group) - len(group) % batch_size
+        full += [group[i : i + batch_size] for i in range(0, whole, batch_size)]
+        rest += group[whole:]
+    shuffled = torch.randperm(len(full), generator=generator).tolist()
+    return [index for number in shuffled for index in full[number]] + rest
+
+
+def collate_detection(samples: Iterable[Sample], *, refill: bool = False) -> DetectionBatch:
+    """Items of a :class:`CocoDetection` as a batch; give it to DataLoader as ``collate_fn``.
+
+    Args:
+        refill: repeat readable items in place of unreadable ones.
+    """
+    samples = list(samples)
+    unreadable = [item for item in samples if isinstance(item, Unreadable)]
+    readable = [item for item in samples if not isinstance(item, Unreadable)]
+    if refill and readable:
+        readable += [readable[i % len(readable)] for i in range(len(unreadable))]
+    return DetectionBatch([x for x, _ in readable], [target for _, target in readable], unreadable)
+
+
+@dataclass(frozen=True)
+class _ReadFile:
+    folder: Path
+
+    def __call__(self, image: dict[str, Any]) -> Image.Image:
+        return open_image(self.folder / image["file_name"])
+
+
+@dataclass(frozen=True)
+class _DrawShapes:
+    split: str
+    side: int
+
+    def __call__(self, image: dict[str, Any]) -> Image.Image:
+        return Image.fromarray(draw_shapes(image["id"], split=self.split, side=self.side).image)

@@ -1,0 +1,341 @@
+"""Pictures for training and inference: folders, timm's data sets, and decoding that survives bad files.
+
+    load_images(data_dir) -> ImageData(train, val, class_names)
+    loader = DataLoader(data.train, collate_fn=collate_images, ...)
+
+A data set here is map-style. Its item is (picture, label), or :class:`Unreadable` for a file that can't be
+decoded, so that one bad file in a million does not end a run.
+"""
+
+import os
+import random
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset
+
+EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# Pillow knows more, told by a file's content and not by its name; for some it starts other programs.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+TRAIN_NAMES = ("train", "training")
+VAL_NAMES = ("val", "validation", "valid", "test")
+# A header may promise a picture that does not fit into memory. The largest in ImageNet has 61 million.
+MAX_PIXELS = 100_000_000
+MAX_NAMED = 5
+
+
+class UnreadableImageError(ValueError):
+    """A picture that can't be decoded; its text is the reason, without the path."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands in a batch for a picture that could not be decoded."""
+
+    path: str
+    reason: str
+
+
+class Batch(NamedTuple):
+    """images (b, 3, H, W), labels (b,) int64, and the files that could not be read."""
+
+    images: Tensor
+    labels: Tensor
+    unreadable: list[Unreadable]
+
+
+class ImageDataset(Dataset):
+    """Labelled pictures. A subclass has ``__len__``, ``read`` and ``name``.
+
+    Attributes:
+        transform: from a PIL picture to what an item holds; None: the picture itself.
+        strict: raise for a picture that can't be decoded, instead of an :class:`Unreadable` item.
+    """
+
+    def __init__(self, strict: bool = False):
+        self.transform: Callable[[Image.Image], Any] | None = None
+        self.strict = strict
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """The RGB picture and its label; raises :class:`UnreadableImageError`."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """The file behind an item, for messages."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int] | Unreadable:
+        try:
+            picture, label = self.read(index)
+        except UnreadableImageError as error:
+            if self.strict:
+                raise ValueError(f"{self.name(index)} can't be read: {error}") from error
+            return Unreadable(self.name(index), str(error))
+        return (picture if self.transform is None else self.transform(picture)), label
+
+
+class ImageFiles(ImageDataset):
+    """Files of pictures and their labels."""
+
+    def __init__(self, paths: Sequence[str], labels: Sequence[int], strict: bool = False):
+        super().__init__(strict)
+        self.paths = paths
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return open_image(self.paths[index]), self.labels[index]
+
+    def name(self, index: int) -> str:
+        return self.paths[index]
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """What a classification run reads.
+
+    ``mirrors`` says whether a mirrored picture keeps its class (not so for digits): training may flip it.
+    """
+
+    train: ImageDataset
+    val: ImageDataset
+    class_names: tuple[str, ...]
+    mirrors: bool = True
+
+
+def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False) -> ImageData:
+    """Training and validation pictures.
+
+    Args:
+        data_dir: a folder with train/ and val/ (or validation/, valid/, test/), each with one folder a
+            class; None: the embedded digits.
+        dataset: a data set as timm names it, in ``data_dir``: "torch/cifar10", "hfds/NAME", or "wds/NAME"
+            for tar shards. Empty: the folders above.
+        strict: raise at the first picture that can't be decoded, instead of an :class:`Unreadable` item.
+
+    Example:
+        >>> from softfree.data import load_images
+        >>> data = load_images(None)
+        >>> len(data.train), len(data.val), data.class_names[3]
+        (1437, 360, '3')
+    """
+    if dataset:
+        from softfree.data.named import load_named
+
+        return load_named(data_dir, dataset, strict)
+    if data_dir is None:
+        from softfree.data.digits import CLASS_NAMES, Digits
+
+        return ImageData(Digits("train"), Digits("val"), CLASS_NAMES, mirrors=False)
+    root = Path(data_dir)
+    if not root.is_dir():
+        kind = "is a file" if root.exists() else "does not exist"
+        raise FileNotFoundError(
+            f"--data-dir {data_dir} {kind}; expected a folder with train/ and val/, each with one "
+            "folder a class (without --data-dir, the embedded digits are used)"
+        )
+    train_root = find_split(root, TRAIN_NAMES)
+    val_root = find_split(root, VAL_NAMES)
+    class_names = _class_folders(train_root)
+    _check_same_classes(train_root, class_names, val_root, _class_folders(val_root))
+    train, val = (_read_class_folders(part, class_names, strict) for part in (train_root, val_root))
+    return ImageData(train, val, tuple(class_names))
+
+
+def find_split(root: Path, names: Sequence[str]) -> Path:
+    """The folder of ``root`` with the first of ``names``, or an error that says what is there instead."""
+    for name in names:
+        if (root / name).is_dir():
+            return root / name
+    expected = f"{names[0]}/ (or {', '.join(f'{name}/' for name in names[1:])})"
+    raise FileNotFoundError(
+        f"--data-dir {root} has no folder {expected} with one folder a class; "
+        f"found {_listing(root)}"
+    )
+
+
+def _listing(folder: Path) -> str:
+    entries = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())
+    return some(entries) if entries else "nothing"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of ``names``, and how many more there are."""
+    text = ", ".join(names[:MAX_NAMED])
+    more = len(names) - MAX_NAMED
+    return f"{text} and {more:,} more" if more > 0 else text
+
+
+def _class_folders(root: Path) -> list[str]:
+    names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not names:
+        raise ValueError(
+            f"{root} has no class folders, expected one folder of pictures a class; "
+            f"found {_listing(root)}"
+        )
+    return names
+
+
+def _check_same_classes(
+    train_root: Path, train: Sequence[str], val_root: Path, val: Sequence[str]
+) -> None:
+    if train == val:
+        return
+    differences = [
+        f"only in {root}: {some(sorted(only))}"
+        for root, only in ((train_root, set(train) - set(val)), (val_root, set(val) - set(train)))
+        if only
+    ]
+    raise ValueError(
+        f"{train_root} has {len(train):,} class folders and {val_root} has {len(val):,}; they must "
+        f"have the same names. {'; '.join(differences)}"
+    )
+
+
+def _read_class_folders(root: Path, class_names: Sequence[str], strict: bool) -> ImageFiles:
+    paths: list[str] = []
+    labels: list[int] = []
+    empty = []
+    for label, name in enumerate(class_names):
+        found = image_files(root / name)
+        if not found:
+            empty.append(f"{name}/")
+        paths += found
+        labels += [label] * len(found)
+    if empty:
+        raise ValueError(
+            f"{root} has class folders without a picture: {some(empty)}; put pictures there "
+            f"({', '.join(EXTENSIONS)}) or remove the folders from both train/ and val/"
+        )
+    return ImageFiles(paths, labels, strict)
+
+
+def image_files(folder: Path) -> list[str]:
+    """Paths of the pictures in a folder and its subfolders, by their extension, sorted."""
+    return sorted(
+        os.path.join(parent, name)
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    )
+
+
+def open_image(source: str | Path | IO[bytes]) -> Image.Image:
+    """The picture in a file as RGB, turned upright, its first frame if it moves.
+
+    Transparent parts become white. 16-bit grey is scaled to 8 bits. Raises :class:`UnreadableImageError`
+    with the reason: no picture, damaged, or more than MAX_PIXELS pixels, which is told from the header
+    before any are decoded.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of odd metadata and of sizes below our own limit: nothing a user could act on.
+            warnings.simplefilter("ignore")
+            with Image.open(source, formats=FORMATS) as picture:
+                _check_pixels(*picture.size)
+                return to_rgb(picture)
+    except UnreadableImageError:
+        raise
+    except Exception as error:  # a damaged file makes decoders raise errors of nearly any type
+        raise UnreadableImageError(_reason(source, error)) from error
+
+
+def _reason(source: object, error: Exception) -> str:
+    if isinstance(source, (str, Path)) and os.path.isfile(source) and not os.path.getsize(source):
+        return "the file is empty"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"more than the limit of {MAX_PIXELS:,} pixels: {error}"
+    if isinstance(error, Image.UnidentifiedImageError):
+        return f"not a picture, or none of the formats {', '.join(FORMATS)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def _check_pixels(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise UnreadableImageError(
+            f"more than the limit of {MAX_PIXELS:,} pixels: {width:,} x {height:,}"
+        )
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """An opened picture of any mode as RGB, upright; see :func:`open_image`."""
+    picture.load()
+    upright = ImageOps.exif_transpose(picture)
+    if upright.mode == "F":
+        raise UnreadableImageError("floating-point pixels have no fixed range; save 8 or 16 bits")
+    if upright.mode.startswith("I"):
+        grey = np.asarray(upright).clip(0, 65535) // 257
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if upright.has_transparency_data:
+        layered = upright.convert("RGBA")
+        white = Image.new("RGBA", layered.size, "white")
+        return Image.alpha_composite(white, layered).convert("RGB")
+    return upright.convert("RGB")
+
+
+def collate_images(
+    samples: Iterable[tuple[Tensor, int] | Unreadable], *, refill: bool = False
+) -> Batch:
+    """Items of an :class:`ImageDataset` as a batch; give it to DataLoader as ``collate_fn``.
+
+    Args:
+        refill: repeat readable items in place of unreadable ones, so that every training batch has the
+            same size. A batch without any readable item has 0 images either way.
+    """
+    samples = list(samples)
+    unreadable = [item for item in samples if isinstance(item, Unreadable)]
+    readable = [item for item in samples if not isinstance(item, Unreadable)]
+    if not readable:
+        return Batch(torch.empty(0, 3, 0, 0), torch.empty(0, dtype=torch.int64), unreadable)
+    if refill:
+        readable += [readable[i % len(readable)] for i in range(len(unreadable))]
+    images, labels = zip(*readable, strict=True)
+    return Batch(torch.stack(images), torch.tensor(labels), unreadable)
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Seeds Python's, numpy's and torch's CPU generators from ``key``, and puts them back at the end.
+
+    Around the reading of an item, with (seed, epoch, index) as key, it makes random transforms the same with
+    any number of workers and after a resume.
+
+    Example:
+        >>> import random
+        >>> from softfree.data import seeded
+        >>> def draw(*key):
+        ...     with seeded(*key):
+        ...         return random.random()
+        >>> draw(0, 1, 2) == draw(0, 1, 2), draw(0, 1, 2) == draw(0, 1, 3)
+        (True, False)
+    """
+    python, numpy, generator = random.getstate(), np.random.get_state(), torch.default_generator
+    kept = generator.get_state()
+    state = np.random.SeedSequence(key).generate_state(2)
+    seed = int(state[0]) << 32 | int(state[1])
+    random.seed(seed)
+    np.random.seed(state)
+    # Not torch.manual_seed, which would seed the GPUs' generators, too.
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        generator.set_state(kept)

@@ -1,0 +1,308 @@
+"""ListOps of the Long Range Arena, made on the spot: nested operations on digits, to be evaluated.
+
+    [MAX 4 [MED 2 9 1 ] 0 ]   ->   4
+
+The distribution is that of LRA's own generator. A node above ``max_depth`` is an operator with probability
+1/4, one of MIN, MAX, MED (rounded down) and SM (sum modulo 10), with 2 to ``max_args`` arguments; otherwise
+it is a digit. Trees of more than ``min_length`` and fewer than ``max_length`` tokens are kept, each once.
+
+LRA draws one tree at a time. Here thousands grow together, one numpy array a level, since few of them are long
+enough to be kept: a hundred thousand take less than a minute.
+"""
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+PAD = 0
+DIGITS = 1  # the digit d is token DIGITS + d
+OPERATORS = {"MIN": 11, "MAX": 12, "MED": 13, "SM": 14}
+END = 15
+
+_OPERATOR_SHARE = 0.25
+_TREES_AT_A_TIME = 8192
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ListOpsRules:
+    """What LRA leaves to flags; the values are LRA's."""
+
+    max_depth: int = 10
+    max_args: int = 10
+    min_length: int = 500
+    max_length: int = 2000
+
+    def __post_init__(self) -> None:
+        if self.max_depth < 2 or self.max_args < 2:
+            raise ValueError(
+                "max_depth and max_args must be at least 2, "
+                f"got {self.max_depth} and {self.max_args}"
+            )
+        # The shortest operation has an operator, two digits and an end.
+        if self.min_length < 1 or self.max_length < max(self.min_length + 2, 5):
+            raise ValueError(
+                "min_length must be at least 1 and max_length at least min_length + 2 and 5, "
+                f"got {self.min_length} and {self.max_length}"
+            )
+
+
+class Samples(NamedTuple):
+    """Token sequences, one behind the other: sample i is ``tokens[offsets[i] : offsets[i + 1]]``."""
+
+    tokens: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    labels: NDArray[np.uint8]
+
+    def cut(self, first: int, last: int) -> "Samples":
+        """Samples ``first`` to ``last - 1``, as views."""
+        offsets = self.offsets[first : last + 1]
+        return Samples(
+            self.tokens[offsets[0] : offsets[-1]], offsets - offsets[0], self.labels[first:last]
+        )
+
+
+def to_text(tokens: NDArray[np.uint8]) -> str:
+    """Tokens as LRA writes them, without its round brackets.
+
+    Example:
+        >>> to_text(np.array([12, 5, 3, 15], np.uint8))
+        '[MAX 4 2 ]'
+    """
+    names = {number: f"[{name}" for name, number in OPERATORS.items()} | {END: "]"}
+    return " ".join(names.get(token, str(token - DIGITS)) for token in tokens.tolist())
+
+
+def generate(
+    count: int,
+    seed: int = 0,
+    rules: ListOpsRules | None = None,
+    report: Callable[[int], None] | None = None,
+) -> Samples:
+    """``count`` different samples; the first ones are the same whatever the count.
+
+    Args:
+        count: how many.
+        seed: the same seed gives the same samples.
+        rules: depth, arguments and lengths.
+        report: called with the number of samples found so far.
+    """
+    rules = rules or ListOpsRules()
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    rng = np.random.default_rng(seed)
+    found: dict[bytes, int] = {}
+    fruitless = 0
+    while len(found) < count:
+        before = len(found)
+        batch = _generate_batch(rng, rules)
+        for index, label in enumerate(batch.labels.tolist()):
+            first, last = batch.offsets[index : index + 2]
+            found.setdefault(batch.tokens[first:last].tobytes(), label)
+        fruitless = 0 if len(found) > before else fruitless + 1
+        if fruitless == 100:
+            raise ValueError(f"only {before} of {count} different samples exist under {rules}")
+        if report is not None:
+            report(min(len(found), count))
+    chosen = list(found)[:count]
+    offsets = np.zeros(count + 1, np.int64)
+    np.cumsum([len(sample) for sample in chosen], out=offsets[1:])
+    labels = np.fromiter(found.values(), np.uint8, count)
+    return Samples(np.frombuffer(b"".join(chosen), np.uint8), offsets, labels)
+
+
+def load(
+    folder: Path,
+    sizes: tuple[int, int, int] = (96_000, 2_000, 2_000),
+    seed: int = 0,
+    rules: ListOpsRules | None = None,
+    report: Callable[[int], None] | None = None,
+) -> dict[str, Samples]:
+    """Train, dev and test samples from the cache in ``folder``, made first if they are not there.
+
+    The test samples come first in the stream of the seed, then dev, then train: with fewer training samples the
+    others stay as they are.
+    """
+    rules = rules or ListOpsRules()
+    numbers = "-".join(map(str, (seed, sum(sizes), *asdict(rules).values())))
+    path = Path(folder) / f"listops-v{_FORMAT}-{numbers}.npz"
+    if not path.exists():
+        _make(path, sum(sizes), seed, rules, report)
+    samples = _read(path)
+    train, dev, test = sizes
+    return {
+        "train": samples.cut(test + dev, test + dev + train),
+        "dev": samples.cut(test, test + dev),
+        "test": samples.cut(0, test),
+    }
+
+
+def _make(
+    path: Path,
+    count: int,
+    seed: int,
+    rules: ListOpsRules,
+    report: Callable[[int], None] | None,
+) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Processes of one distributed run ask at the same time: one makes the samples, the others wait.
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                _write(path, generate(count, seed, rules, report))
+    except PermissionError as error:
+        raise ValueError(f"--data-dir: can't write {path.parent} to keep ListOps there") from error
+
+
+def _read(path: Path) -> Samples:
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return Samples(stored["tokens"], stored["offsets"], stored["labels"])
+    except (ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
+
+
+def _write(path: Path, samples: Samples) -> None:
+    """All or nothing: written beside its place, then renamed."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **samples._asdict())
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with beside.open("wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class _Level(NamedTuple):
+    """The nodes of one depth, children of one parent side by side in the order of the parents."""
+
+    tree: NDArray[np.int64]
+    operator: NDArray[np.uint8]  # 0 for a digit
+    digit: NDArray[np.uint8]
+    arguments: NDArray[np.int64]  # of the operators alone
+
+
+def _generate_batch(rng: np.random.Generator, rules: ListOpsRules) -> Samples:
+    levels = _grow(rng, rules)
+    if not levels:
+        return Samples(np.empty(0, np.uint8), np.zeros(1, np.int64), np.empty(0, np.uint8))
+    lengths, values = _evaluate(levels, rules.max_args)
+    offsets = np.concatenate([[0], np.cumsum(lengths[0])])
+    tokens = np.empty(offsets[-1], np.uint8)
+    place = offsets[:-1]
+    for level, length, below in zip(levels, lengths, [*lengths[1:], None], strict=True):
+        is_operator = level.operator > 0
+        tokens[place] = np.where(is_operator, level.operator, DIGITS + level.digit)
+        tokens[(place + length - 1)[is_operator]] = END
+        if below is not None:
+            # A child stands behind its parent's operator and its elder siblings.
+            before = np.cumsum(below) - below
+            first = _starts(level.arguments)
+            within = before - np.repeat(before[first], level.arguments)
+            place = np.repeat(place[is_operator] + 1, level.arguments) + within
+    return Samples(tokens, offsets, values)
+
+
+def _grow(rng: np.random.Generator, rules: ListOpsRules) -> list[_Level]:
+    """Trees, level by level, of which those of a wrong length are taken out."""
+    tree = np.arange(_TREES_AT_A_TIME)
+    size = np.zeros(_TREES_AT_A_TIME, np.int64)
+    levels: list[_Level] = []
+    for depth in range(1, rules.max_depth + 1):
+        count = len(tree)
+        if depth == 1:
+            # A lone digit is never long enough, so trees that are one are not drawn.
+            is_operator = np.ones(count, bool)
+        elif depth < rules.max_depth:
+            is_operator = rng.random(count, np.float32) < _OPERATOR_SHARE
+        else:
+            is_operator = np.zeros(count, bool)
+        operator = np.zeros(count, np.uint8)
+        number = int(is_operator.sum())
+        operator[is_operator] = rng.integers(
+            min(OPERATORS.values()), max(OPERATORS.values()) + 1, number, np.uint8
+        )
+        digit = rng.integers(0, 10, count, np.uint8)
+        arguments = rng.integers(2, rules.max_args + 1, number)
+        size += np.bincount(tree, minlength=len(size))
+        size += np.bincount(tree[is_operator], minlength=len(size))
+        levels.append(_Level(tree, operator, digit, arguments))
+        tree = np.repeat(tree[is_operator], arguments)
+        if not len(tree):
+            break
+    kept = (size > rules.min_length) & (size < rules.max_length)
+    remaining = []
+    for level in levels:
+        node = kept[level.tree]
+        if not node.any():
+            break
+        parent = node[level.operator > 0]
+        remaining.append(
+            _Level(
+                level.tree[node], level.operator[node], level.digit[node], level.arguments[parent]
+            )
+        )
+    return remaining
+
+
+def _evaluate(
+    levels: list[_Level], max_args: int
+) -> tuple[list[NDArray[np.int64]], NDArray[np.uint8]]:
+    """Tokens under every node, level by level, and the value of every tree; from the leaves up."""
+    lengths: list[NDArray[np.int64]] = []
+    below = np.empty(0, np.uint8)
+    for level in reversed(levels):
+        length = np.ones(len(level.tree), np.int64)
+        value = level.digit.copy()
+        is_operator = level.operator > 0
+        if is_operator.any():
+            first = _starts(level.arguments)
+            length[is_operator] = 2 + np.add.reduceat(lengths[-1], first)
+            value[is_operator] = _apply(
+                level.operator[is_operator], below, first, level.arguments, max_args
+            )
+        lengths.append(length)
+        below = value
+    return lengths[::-1], below
+
+
+def _apply(
+    operator: NDArray[np.uint8],
+    values: NDArray[np.uint8],
+    first: NDArray[np.int64],
+    count: NDArray[np.int64],
+    max_args: int,
+) -> NDArray[np.uint8]:
+    """Each operator's value from its arguments ``values[first : first + count]``."""
+    total = np.add.reduceat(values.astype(np.int64), first) % 10
+    # Arguments as rows, filled up with a number above all digits, sorted.
+    column = np.arange(max_args)
+    inside = column < count[:, None]
+    rows = np.full(inside.shape, 10, np.uint8)
+    rows[inside] = values
+    rows.sort(axis=1)
+    row = np.arange(len(count))
+    middle = (rows[row, (count - 1) // 2] + rows[row, count // 2]) // 2
+    result = np.select(
+        [operator == OPERATORS[name] for name in ("MIN", "MAX", "MED")],
+        [rows[:, 0], rows[row, count - 1], middle],
+        total,
+    )
+    return result.astype(np.uint8)
+
+
+def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each group begins when groups of these sizes lie one behind the other."""
+    return np.cumsum(counts) - counts

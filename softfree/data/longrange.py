@@ -1,0 +1,508 @@
+"""The tasks of the Long Range Arena: how each is read from disk, and how its sequences become a batch.
+
+    data = load_longrange("text", Path("aclImdb"))
+    loader = DataLoader(data.train, 32, collate_fn=PadSequences(data.task.length))
+
+    listops    made on the spot and cached, see :mod:`softfree.data.listops`
+    text       IMDb's folders or json lines, one token a byte
+    retrieval  LRA's tsv of document pairs, one token a byte
+    image      CIFAR-10 as class folders or packed grids, grey, one token a pixel
+    pathfinder LRA's folders of pictures, one token a pixel
+
+Token 0 is padding; bytes and pixels are tokens 1 to 256.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from softfree.data import listops
+from softfree.data.images import UnreadableImageError, load_images, open_image
+from softfree.data.listops import PAD, Samples
+
+SIDE = 32
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SPLIT_SEED = 0
+_SCAN = 2**24
+
+
+@dataclass(frozen=True)
+class LongRangeTask:
+    """Longest sequence, tokens, classes, and whether a sample is a pair of sequences."""
+
+    name: str
+    length: int
+    vocab_size: int
+    num_classes: int
+    needs: str
+    pair: bool = False
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        LongRangeTask("listops", 2000, 32, 10, "nothing; samples are made and cached there"),
+        LongRangeTask(
+            "text", 4000, 512, 2,
+            "IMDb's train/ and test/, each with pos/ and neg/ of .txt files, or train.jsonl and test.jsonl "
+            '(also .gz, .bz2, .xz) of lines {"text": ..., "label": 0 or 1}',
+        ),
+        LongRangeTask(
+            "retrieval", 4000, 512, 2,
+            "LRA's NAME.train.tsv, NAME.eval.tsv and NAME.test.tsv of lines "
+            "label, id1, id2, text1, text2",
+            pair=True,
+        ),
+        LongRangeTask(
+            "image", SIDE * SIDE, 512, 10,
+            "CIFAR-10: train/ and test/ (or val/) with a folder of pictures a class, or labels.npz with "
+            "grids of 32 x 32 tiles train_1.png, ..., test.png (or .jpg)",
+        ),
+        LongRangeTask(
+            "pathfinder", SIDE * SIDE, 512, 2,
+            "LRA's pathfinder32/, or one of its folders curv_... with imgs/ and metadata/",
+        ),
+    )
+}  # fmt: skip
+
+
+class LongRangeDataset(Dataset):
+    """Map-style; an item is (tokens, label), tokens int64 (n,), or a list of two of them for pairs."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LongRangeData:
+    """What a run on one task reads."""
+
+    task: LongRangeTask
+    train: LongRangeDataset
+    dev: LongRangeDataset
+    test: LongRangeDataset
+    class_names: tuple[str, ...]
+
+
+class SequenceBatch(NamedTuple):
+    """tokens (b, n) int64, mask (b, n) bool, True for real tokens, labels (b,); pairs: (b, 2, n).
+
+    The mask is None where all tokens are real: attentions are faster without one.
+    """
+
+    tokens: Tensor
+    mask: Tensor | None
+    labels: Tensor
+
+
+def load_longrange(
+    name: str,
+    data_dir: Path | None = None,
+    *,
+    seed: int = 0,
+    listops_sizes: tuple[int, int, int] = (96_000, 2_000, 2_000),
+    report: Callable[[int], None] | None = None,
+) -> LongRangeData:
+    """Train, dev and test samples of a task.
+
+    Args:
+        name: listops, text, retrieval, image or pathfinder.
+        data_dir: its files; for listops the folder of the cache, None for the user's cache folder.
+        seed: of the ListOps samples. What belongs to dev where a task has no such files never changes.
+        listops_sizes: ListOps samples in train, dev and test.
+        report: called with the number of ListOps samples made so far.
+    """
+    if name not in TASKS:
+        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {name!r}")
+    task = TASKS[name]
+    if name == "listops":
+        found = listops.load(data_dir or cache_folder(), listops_sizes, seed, report=report)
+        train, dev, test = (
+            PackedSequences(found[split], 0, task.length) for split in ("train", "dev", "test")
+        )
+        return LongRangeData(task, train, dev, test, class_names=tuple(map(str, range(10))))
+    if data_dir is None:
+        raise ValueError(f"--task {name} needs --data-dir with {task.needs}")
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise FileNotFoundError(
+            f"--data-dir {root} is no folder; --task {name} needs one with {task.needs}"
+        )
+    reader = {
+        "text": _load_text,
+        "retrieval": _load_retrieval,
+        "image": _load_image,
+        "pathfinder": _load_pathfinder,
+    }
+    return reader[name](task, root)
+
+
+def cache_folder() -> Path:
+    """The user's cache folder, ``$XDG_CACHE_HOME/softfree`` or ``~/.cache/softfree``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softfree"
+
+
+class PadSequences:
+    """A ``collate_fn``: sequences cut to ``length`` and padded to the longest of the batch.
+
+    Args:
+        length: of the longest sequence that the model takes.
+        multiple: padded lengths are multiples of this (but for ``length`` itself), so that there are few
+            different shapes.
+    """
+
+    def __init__(self, length: int, multiple: int = 64):
+        self.length = length
+        self.multiple = multiple
+
+    def __call__(self, samples: Sequence[tuple[Any, int]]) -> SequenceBatch:
+        inputs, labels = zip(*samples, strict=True)
+        pair = isinstance(inputs[0], list)
+        rows: list[Tensor] = [row for pair_ in inputs for row in pair_] if pair else list(inputs)
+        longest = max(len(row) for row in rows)
+        width = min(-(-longest // self.multiple) * self.multiple, self.length)
+        tokens = torch.full((len(rows), width), PAD)
+        for into, row in zip(tokens, rows, strict=True):
+            into[: len(row)] = row[:width]
+        if pair:
+            tokens = tokens.unflatten(0, (-1, 2))
+        mask = tokens != PAD
+        return SequenceBatch(tokens, None if mask.all() else mask, torch.tensor(labels))
+
+
+class PackedSequences(LongRangeDataset):
+    """Sequences that are in memory, one byte a token; ``shift`` is added to each."""
+
+    def __init__(self, samples: Samples, shift: int, length: int):
+        super().__init__(length)
+        self.samples = samples
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return len(self.samples.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        label = int(self.samples.labels[index])
+        first, last = self.samples.offsets[index : index + 2]
+        tokens = self.samples.tokens[first : min(last, first + self.length)]
+        return to_tokens(tokens, self.shift), label
+
+
+def to_tokens(values: NDArray[np.uint8], shift: int = 1) -> Tensor:
+    """Bytes or pixels as tokens; bytes are shifted by one, since token 0 is padding."""
+    return torch.from_numpy(values.astype(np.int64)) + shift
+
+
+def encode_text(text: bytes, length: int) -> NDArray[np.uint8]:
+    """The first ``length`` bytes; an empty text counts as a line break, since attention needs a token."""
+    return np.frombuffer(text[:length] or b"\n", np.uint8)
+
+
+# Text
+
+
+def _load_text(task: LongRangeTask, root: Path) -> LongRangeData:
+    if (root / "aclImdb").is_dir():
+        root = root / "aclImdb"
+    folders = all((root / split / "pos").is_dir() for split in ("train", "test"))
+    read = _read_imdb if folders else _read_json_lines
+    train, test = read(task, root, "train"), read(task, root, "test")
+    # LRA chooses the best step by the test reviews, having no others. A dev.jsonl is used in their place.
+    has_dev = not folders and _find_json_lines(root, "dev") is not None
+    dev = _read_json_lines(task, root, "dev") if has_dev else test
+    return LongRangeData(task, train, dev, test, class_names=("negative", "positive"))
+
+
+def _read_imdb(task: LongRangeTask, root: Path, split: str) -> PackedSequences:
+    def documents() -> Iterator[tuple[bytes, int]]:
+        for label, name in enumerate(("neg", "pos")):
+            paths = sorted((root / split / name).glob("*.txt"))
+            if not paths:
+                raise FileNotFoundError(f"--data-dir: {root / split / name} has no .txt files")
+            for path in paths:
+                with path.open("rb") as file:
+                    yield file.read(task.length), label
+
+    return _pack(task, documents())
+
+
+def _find_json_lines(root: Path, split: str) -> Path | None:
+    names = [f"{split}.jsonl{ending}" for ending in ("", ".gz", ".bz2", ".xz")]
+    return next((root / name for name in names if (root / name).is_file()), None)
+
+
+def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSequences:
+    path = _find_json_lines(root, split)
+    if path is None:
+        raise FileNotFoundError(
+            f"--data-dir {root} has no {split}.jsonl; --task text needs {task.needs}"
+        )
+
+    def documents() -> Iterator[tuple[bytes, int]]:
+        with _open_packed(path) as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    row = json.loads(line)
+                    text, label = row["text"].encode(), int(row["label"])
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise ValueError(
+                        f'--data-dir: {path}, line {number} is not {{"text": ..., "label": ...}}: {error!r}'
+                    ) from error
+                _check_label(label, task, f"{path}, line {number}")
+                yield text, label
+
+    return _pack(task, documents())
+
+
+def _open_packed(path: Path) -> IO[bytes]:
+    opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(path.suffix, open)
+    return opener(path, "rb")
+
+
+def _pack(task: LongRangeTask, documents: Iterable[tuple[bytes, int]]) -> PackedSequences:
+    rows, labels = [], []
+    for text, label in documents:
+        rows.append(encode_text(text, task.length))
+        labels.append(label)
+    if not rows:
+        raise ValueError(f"--data-dir has no sample for --task {task.name}")
+    return PackedSequences(pack(rows, labels), 1, task.length)
+
+
+def pack(rows: Sequence[NDArray[np.uint8]], labels: Sequence[int]) -> Samples:
+    """Sequences of bytes, one behind the other."""
+    offsets = np.cumsum([0, *map(len, rows)])
+    return Samples(np.concatenate(rows), offsets, np.array(labels, np.uint8))
+
+
+def _check_label(label: int, task: LongRangeTask, where: str) -> None:
+    if not 0 <= label < task.num_classes:
+        raise ValueError(
+            f"--data-dir: {where}: the label of --task {task.name} must be 0 to "
+            f"{task.num_classes - 1}, got {label}"
+        )
+
+
+# Retrieval
+
+
+class DocumentPairs(LongRangeDataset):
+    """LRA's tsv: label, id1, id2, text1, text2 with a tab between, no quotes, no header.
+
+    The file has gigabytes, so it stays on disk; only where its lines begin is kept.
+    """
+
+    def __init__(self, task: LongRangeTask, path: Path):
+        super().__init__(task.length)
+        self.task = task
+        self.path = path
+        self.starts = _line_starts(path)
+        if not len(self):
+            raise ValueError(f"--data-dir: {path} is empty")
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> tuple[list[Tensor], int]:
+        first, last = self.starts[index : index + 2]
+        with self.path.open("rb") as file:
+            file.seek(first)
+            fields = file.read(last - first).rstrip(b"\r\n").split(b"\t")
+        where = f"{self.path}, line {index + 1}"
+        try:
+            written, _, _, *texts = fields
+            label = int(float(written))
+        except ValueError as error:
+            raise ValueError(
+                f"--data-dir: {where} is not label, id1, id2, text1, text2 with tabs between"
+            ) from error
+        if len(texts) != 2:
+            raise ValueError(f"--data-dir: {where} has {len(fields)} fields, expected 5")
+        _check_label(label, self.task, where)
+        return [to_tokens(encode_text(text, self.length)) for text in texts], label
+
+
+def _line_starts(path: Path) -> NDArray[np.int64]:
+    """Where each line begins, and the end of the last."""
+    found, position = [np.zeros(1, np.int64)], 0
+    with path.open("rb") as file:
+        while chunk := file.read(_SCAN):
+            breaks = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
+            found.append(breaks + position + 1)
+            position += len(chunk)
+    starts = np.concatenate(found)
+    return starts if starts[-1] == position else np.append(starts, position)
+
+
+def _load_retrieval(task: LongRangeTask, root: Path) -> LongRangeData:
+    found = []
+    for split in ("train", "eval", "test"):
+        paths = sorted(root.glob(f"*{split}.tsv"))
+        if len(paths) != 1:
+            raise FileNotFoundError(
+                f"--data-dir {root} must have one file *{split}.tsv, found {len(paths)}; "
+                f"--task retrieval needs {task.needs}"
+            )
+        found.append(DocumentPairs(task, paths[0]))
+    train, dev, test = found
+    return LongRangeData(task, train, dev, test, class_names=("unrelated", "related"))
+
+
+# Pictures
+
+
+def _load_image(task: LongRangeTask, root: Path) -> LongRangeData:
+    read = _read_grids if (root / "labels.npz").is_file() else _read_class_folders
+    (pixels, labels), (test_pixels, test_labels), names = read(root)
+    if len(names) != task.num_classes:
+        raise ValueError(
+            f"--data-dir {root} has {len(names)} classes, --task image has {task.num_classes}"
+        )
+    # A tenth is dev, as in LRA; not the last, since pictures may be sorted by class.
+    train_part, dev_part = _shuffled_parts(len(pixels), (0.9, 0.1))
+    train, dev, test = (
+        PackedSequences(pack([*part_pixels], [*part_labels]), 1, task.length)
+        for part_pixels, part_labels in (
+            (pixels[train_part], labels[train_part]),
+            (pixels[dev_part], labels[dev_part]),
+            (test_pixels, test_labels),
+        )
+    )
+    return LongRangeData(task, train, dev, test, class_names=names)
+
+
+Pictures = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+
+
+def _read_grids(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
+    """Pictures as tiles of large pictures, row by row; labels.npz has their classes in this order."""
+    with np.load(root / "labels.npz", allow_pickle=False) as stored:
+        labels = {split: stored[split].astype(np.uint8) for split in ("train", "test")}
+    parts = []
+    for split in ("train", "test"):
+        paths = sorted(
+            path
+            for path in root.iterdir()
+            if path.stem.partition("_")[0] == split and path.suffix in (".png", ".jpg")
+        )
+        tiles = [_tiles(path) for path in paths]
+        pixels = np.concatenate(tiles) if tiles else np.empty((0, SIDE * SIDE), np.uint8)
+        if len(pixels) != len(labels[split]):
+            raise ValueError(
+                f"--data-dir: {root / 'labels.npz'} has {len(labels[split])} labels for {split}, but its "
+                f"{len(paths)} grids {split}*.png or .jpg have {len(pixels)} tiles of {SIDE} x {SIDE}"
+            )
+        parts.append((pixels, labels[split]))
+    return parts[0], parts[1], CIFAR10
+
+
+def _tiles(path: Path) -> NDArray[np.uint8]:
+    grid = np.asarray(_open(path).convert("L"))
+    rows, columns = grid.shape[0] // SIDE, grid.shape[1] // SIDE
+    tiles = grid[: rows * SIDE, : columns * SIDE].reshape(rows, SIDE, columns, SIDE)
+    return tiles.transpose(0, 2, 1, 3).reshape(-1, SIDE * SIDE)
+
+
+def _read_class_folders(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
+    data = load_images(str(root), strict=True)
+    parts = []
+    for split in (data.train, data.val):
+        # By file name: the split into train and dev is then that of the packed grids.
+        names = [split.name(index) for index in range(len(split))]
+        pixels, labels = [], []
+        for index in np.argsort([Path(name).name for name in names], kind="stable").tolist():
+            picture, label = split.read(index)
+            pixels.append(_grey(picture, names[index]))
+            labels.append(label)
+        parts.append((np.stack(pixels), np.array(labels, np.uint8)))
+    return parts[0], parts[1], data.class_names
+
+
+def _open(path: str | Path) -> Image.Image:
+    try:
+        return open_image(path)
+    except UnreadableImageError as error:
+        raise ValueError(f"--data-dir: {path} can't be read: {error}") from error
+
+
+def _grey(picture: Image.Image, name: str) -> NDArray[np.uint8]:
+    """(1024,), row by row."""
+    if picture.size != (SIDE, SIDE):
+        width, height = picture.size
+        raise ValueError(
+            f"--data-dir: pictures must have {SIDE} x {SIDE} pixels, {name} has {width} x {height}"
+        )
+    return np.asarray(picture.convert("L")).reshape(-1)
+
+
+class PathfinderPictures(LongRangeDataset):
+    """Pictures with two dots: does a dashed path join them?"""
+
+    def __init__(self, task: LongRangeTask, paths: Sequence[str], labels: Sequence[int]):
+        super().__init__(task.length)
+        self.paths = paths
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path = self.paths[index]
+        return to_tokens(_grey(_open(path), path)), self.labels[index]
+
+
+def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
+    """LRA's metadata/N.npy are texts, a line a picture: folder, file, number, label and more."""
+    hardest = "curv_contour_length_14"
+    candidates = [root, root / hardest, root / "pathfinder32" / hardest]
+    folder = next((path for path in candidates if (path / "metadata").is_dir()), None)
+    if folder is None:
+        raise FileNotFoundError(f"--data-dir {root} must be {task.needs}")
+    paths, labels = [], []
+    for listing in sorted((folder / "metadata").glob("*.npy")):
+        for number, line in enumerate(listing.read_text().splitlines(), 1):
+            words = line.split()
+            if len(words) < 4 or not words[3].isdecimal():
+                raise ValueError(
+                    f"--data-dir: {listing}, line {number} is not folder, file, number, label: {line!r}"
+                )
+            _check_label(int(words[3]), task, f"{listing}, line {number}")
+            picture = folder / words[0] / words[1]
+            # The released set has empty files; others leave them out, too.
+            if picture.stat().st_size:
+                paths.append(str(picture))
+                labels.append(int(words[3]))
+    train, dev, test = (
+        PathfinderPictures(task, [paths[i] for i in part], [labels[i] for i in part])
+        for part in _shuffled_parts(len(paths), (0.8, 0.1, 0.1))
+    )
+    return LongRangeData(task, train, dev, test, class_names=("apart", "joined"))
+
+
+def _shuffled_parts(count: int, shares: Sequence[float]) -> list[NDArray[np.int64]]:
+    """Positions in random but fixed order, cut into parts of these shares."""
+    order = np.random.default_rng(SPLIT_SEED).permutation(count)
+    bounds = np.round(np.cumsum(shares)[:-1] * count).astype(int)
+    parts = np.split(order, bounds)
+    if not all(len(part) for part in parts):
+        raise ValueError(f"--data-dir has {count} samples, too few for {len(parts)} splits")
+    return parts

@@ -1,0 +1,386 @@
+"""Pictures with class maps: ADE20K, Cityscapes, PASCAL VOC, plain folders, or the embedded shapes.
+
+A class map gives every pixel its class, 0 .. n - 1, or the ignore label, which counts neither in the loss
+nor in the metric.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.datasets import Cityscapes
+from torchvision.transforms import v2
+
+from softfree.data.images import (
+    EXTENSIONS,
+    Unreadable,
+    UnreadableImageError,
+    image_files,
+    open_image,
+    some,
+)
+from softfree.data.shapes import CLASSES, SIDE, draw_shapes
+
+IGNORE = 255
+ADE20K_CLASSES = 150
+SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid")}
+VOC_CLASSES = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
+    "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train",
+    "tvmonitor",
+)  # fmt: skip
+LAYOUTS = """\
+  ADE20K      images/training, images/validation, annotations/training, annotations/validation
+  Cityscapes  leftImg8bit/train, leftImg8bit/val, gtFine/train, gtFine/val
+  VOC         JPEGImages, SegmentationClass, ImageSets/Segmentation/train.txt and val.txt
+  folders     images/train, images/val, masks/train, masks/val, and classes.txt, one name a line"""
+Sample = tuple[Tensor, Tensor] | Unreadable
+
+
+class SegmentationBatch(NamedTuple):
+    """images (b, 3, H, W) uint8, class maps (b, H, W) int64, and the files that could not be read.
+
+    In evaluation, where sizes differ, lists of images (3, H, W) and class maps (H, W).
+    """
+
+    images: Any
+    masks: Any
+    unreadable: list[Unreadable]
+
+
+@dataclass
+class SegmentationDataset(Dataset):
+    """Pictures and class maps in files. An item is (image (3, H, W) uint8, class map (H, W) int64).
+
+    Args:
+        pairs: paths of picture and class map.
+        classes: from a value in the files, 0 .. 255, to its class; (256,) uint8.
+        transform: applied to (image, class map), with torchvision's tv_tensors.
+    """
+
+    pairs: Sequence[tuple[str, str]]
+    classes: np.ndarray
+    transform: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
+        """Picture and class map (H, W) uint8."""
+        image, mask = self.pairs[index]
+        return open_image(image), self.classes[read_class_ids(mask)]
+
+    def name(self, index: int) -> str:
+        """The picture's file, for messages."""
+        return self.pairs[index][0]
+
+    def __getitem__(self, index: int) -> Sample:
+        try:
+            picture, classes = self.read(index)
+        except UnreadableImageError as error:
+            return Unreadable(self.name(index), str(error))
+        if picture.size != classes.shape[::-1]:
+            return Unreadable(self.name(index), _sizes(picture.size, classes.shape[::-1]))
+        image = tv_tensors.Image(v2.functional.pil_to_tensor(picture))
+        mask = tv_tensors.Mask(torch.from_numpy(classes).long())
+        return (image, mask) if self.transform is None else self.transform(image, mask)
+
+
+class ShapeSegmentation(SegmentationDataset):
+    """The embedded shapes: class 0 is the ground."""
+
+    def __init__(self, count: int, split: str, side: int = SIDE):
+        super().__init__([("", "")] * count, np.arange(256, dtype=np.uint8))
+        self.split = split
+        self.side = side
+
+    def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
+        picture = draw_shapes(index, split=self.split, side=self.side)
+        return Image.fromarray(picture.image), picture.class_map
+
+    def name(self, index: int) -> str:
+        return f"shapes {index}"
+
+
+@dataclass(frozen=True)
+class SegmentationData:
+    """What a segmentation run reads."""
+
+    train: SegmentationDataset
+    val: SegmentationDataset
+    class_names: tuple[str, ...]
+    layout: str = field(default="shapes")
+
+
+def load_segmentation(
+    data_dir: str | None,
+    *,
+    ignore_label: int = IGNORE,
+    check: bool = True,
+    shapes: tuple[int, int] = (1000, 200),
+    side: int = SIDE,
+) -> SegmentationData:
+    """Training and validation pictures with their class maps.
+
+    Args:
+        data_dir: a folder in one of the layouts of ``LAYOUTS``; None: the embedded shapes.
+        ignore_label: value in the class maps of plain folders that stands for no class.
+        check: look at every file first: sizes, and class ids beyond the classes.
+        shapes, side: how many embedded pictures for training and validation, and their size.
+    """
+    if data_dir is None:
+        train, val = (
+            ShapeSegmentation(count, split, side)
+            for split, count in zip(("train", "val"), shapes, strict=True)
+        )
+        return SegmentationData(train, val, ("ground", *CLASSES))
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise FileNotFoundError(f"--data-dir {root} is no folder")
+    if (root / "leftImg8bit").is_dir():
+        data = _cityscapes(root)
+    elif (root / "JPEGImages").is_dir() and (root / "SegmentationClass").is_dir():
+        data = _voc(root)
+    elif (root / "images").is_dir() and (root / "annotations").is_dir():
+        data = _ade20k(root)
+    elif (root / "images").is_dir() and (root / "masks").is_dir():
+        data = _folders(root, ignore_label)
+    else:
+        raise FileNotFoundError(
+            f"--data-dir {root} has none of the layouts that are known:\n{LAYOUTS}"
+        )
+    if check:
+        for dataset in (data.train, data.val):
+            check_segmentation(dataset, len(data.class_names))
+    return data
+
+
+def check_segmentation(dataset: SegmentationDataset, num_classes: int) -> None:
+    """Raise if a class map has another size than its picture, or a class beyond ``num_classes``."""
+    bad = []
+    for image, mask in dataset.pairs:
+        try:
+            classes = dataset.classes[read_class_ids(mask)]
+            with Image.open(image) as picture:
+                size = picture.size
+                # Read upright later: quarter turns are told by the EXIF orientation.
+                if picture.getexif().get(0x0112, 1) >= 5:
+                    size = size[::-1]
+        except (UnreadableImageError, OSError) as error:
+            bad.append(f"{image}: {error}")
+            continue
+        beyond = np.setdiff1d(classes, [*range(num_classes), IGNORE])
+        if size != classes.shape[::-1]:
+            bad.append(f"{mask}: {_sizes(size, classes.shape[::-1])}")
+        elif len(beyond):
+            bad.append(
+                f"{mask}: class {beyond[0]}, but there are {num_classes} (0 to {num_classes - 1}) "
+                f"and {IGNORE} to ignore"
+            )
+    if bad:
+        raise ValueError(f"{len(bad):,} of {len(dataset):,} class maps can't be used: {some(bad)}")
+
+
+def read_class_ids(path: str | Path) -> np.ndarray:
+    """The values of a class map as they are in the file, (H, W) uint8; palettes are left alone."""
+    try:
+        with Image.open(path) as picture:
+            values = np.asarray(picture)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UnreadableImageError(f"{path}: {error}") from error
+    if values.ndim != 2 or (values.dtype != np.uint8 and values.max(initial=0) > 255):
+        raise UnreadableImageError(
+            f"{path} is no class map: expected one channel of values up to 255, "
+            f"got shape {values.shape} of {values.dtype}"
+        )
+    return values.astype(np.uint8)
+
+
+def train_transform(
+    crop: int,
+    *,
+    short_side: int | None = None,
+    scales: tuple[float, float] = (0.5, 2.0),
+    flip: bool = True,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Resize, flip and crop at random.
+
+    Args:
+        crop: side of the square that is cut out; what lies outside of the picture is ignored.
+        short_side: the picture is resized to this short side, times a random number from ``scales``;
+            None: only cropped.
+        flip: mirror half of them.
+    """
+    steps: list[torch.nn.Module] = []
+    if short_side is not None:
+        low, high = (max(1, round(scale * short_side)) for scale in scales)
+        steps.append(v2.RandomShortestSize(range(low, high + 1)))
+    if flip:
+        steps.append(v2.RandomHorizontalFlip())
+    fill = {tv_tensors.Mask: IGNORE, "others": 0}
+    steps += [v2.RandomCrop(crop, pad_if_needed=True, fill=fill), v2.ToPureTensor()]
+    return v2.Compose(steps)
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """Resize the picture alone to a short side: the metric is taken at the class map's own size."""
+
+    short_side: int | None
+
+    def __call__(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        if self.short_side is not None:
+            image = v2.functional.resize(image, [self.short_side])
+        return v2.ToPureTensor()(image, mask)
+
+
+def collate_segmentation(samples: Iterable[Sample], *, refill: bool = False) -> SegmentationBatch:
+    """Items of one size as a batch; give it to DataLoader as ``collate_fn``.
+
+    Args:
+        refill: repeat readable items in place of unreadable ones.
+    """
+    samples = list(samples)
+    unreadable = [item for item in samples if isinstance(item, Unreadable)]
+    readable = [item for item in samples if not isinstance(item, Unreadable)]
+    if not readable:
+        empty = torch.empty(0, dtype=torch.uint8)
+        return SegmentationBatch(empty.reshape(0, 3, 0, 0), empty.reshape(0, 0, 0), unreadable)
+    if refill:
+        readable += [readable[i % len(readable)] for i in range(len(unreadable))]
+    images, masks = zip(*readable, strict=True)
+    return SegmentationBatch(torch.stack(images), torch.stack(masks), unreadable)
+
+
+def collate_pictures(samples: Iterable[Sample]) -> SegmentationBatch:
+    """Items of different sizes as a batch of lists."""
+    samples = list(samples)
+    unreadable = [item for item in samples if isinstance(item, Unreadable)]
+    readable = [item for item in samples if not isinstance(item, Unreadable)]
+    return SegmentationBatch([x for x, _ in readable], [y for _, y in readable], unreadable)
+
+
+def _ade20k(root: Path) -> SegmentationData:
+    # 0 is "other", which the benchmark ignores; 1 .. 150 are the classes.
+    classes = np.full(256, IGNORE, np.uint8)
+    classes[1 : ADE20K_CLASSES + 1] = np.arange(ADE20K_CLASSES)
+    # Values beyond would be ignored in silence; kept, the check sees them.
+    classes[ADE20K_CLASSES + 1 : IGNORE] = np.arange(ADE20K_CLASSES, IGNORE - 1)
+    names = _ade20k_names(root / "objectInfo150.txt")
+    train, val = (
+        SegmentationDataset(
+            _pairs(_split(root / "images", split), _split(root / "annotations", split)), classes
+        )
+        for split in SPLITS
+    )
+    return SegmentationData(train, val, names, "ADE20K")
+
+
+def _ade20k_names(path: Path) -> tuple[str, ...]:
+    """Names from the table that comes with the set, or numbers where it is missing."""
+    if not path.is_file():
+        return tuple(f"class {i}" for i in range(1, ADE20K_CLASSES + 1))
+    rows = path.read_text().splitlines()[1 : ADE20K_CLASSES + 1]
+    return tuple(row.split("\t")[-1].split(",")[0].strip() for row in rows)
+
+
+def _cityscapes(root: Path) -> SegmentationData:
+    labelled = [c for c in Cityscapes.classes if 0 <= c.train_id < IGNORE]
+    names = tuple(c.name for c in sorted(labelled, key=lambda c: c.train_id))
+    by_id = np.full(256, IGNORE, np.uint8)
+    for label in labelled:
+        by_id[label.id] = label.train_id
+    parts = []
+    for split in SPLITS:
+        images = [
+            path for path in image_files(root / "leftImg8bit" / split) if "_leftImg8bit" in path
+        ]
+        if not images:
+            raise FileNotFoundError(f"{root / 'leftImg8bit' / split} has no *_leftImg8bit.png")
+        stems = [
+            str(root / "gtFine" / Path(path).relative_to(root / "leftImg8bit")).rsplit("_", 1)[0]
+            for path in images
+        ]
+        ready = Path(f"{stems[0]}_gtFine_labelTrainIds.png").is_file()
+        suffix = "_gtFine_labelTrainIds.png" if ready else "_gtFine_labelIds.png"
+        masks = [stem + suffix for stem in stems]
+        _check_there(masks)
+        table = np.arange(256, dtype=np.uint8) if ready else by_id
+        parts.append(SegmentationDataset(list(zip(images, masks, strict=True)), table))
+    return SegmentationData(parts[0], parts[1], names, "Cityscapes")
+
+
+def _voc(root: Path) -> SegmentationData:
+    pictures = {Path(path).stem: path for path in image_files(root / "JPEGImages")}
+    parts = []
+    for split in SPLITS:
+        lists = [
+            root / "ImageSets" / "Segmentation" / f"{split}.txt",
+            root / "ImageSets" / f"{split}.txt",
+        ]
+        path = next((path for path in lists if path.is_file()), None)
+        if path is None:
+            raise FileNotFoundError(f"there is neither {lists[0]} nor {lists[1]}")
+        names = path.read_text().split()
+        masks = [str(root / "SegmentationClass" / f"{name}.png") for name in names]
+        missing = [name for name in names if name not in pictures]
+        if missing:
+            raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, named in {path}")
+        _check_there(masks)
+        pairs = [(pictures[name], mask) for name, mask in zip(names, masks, strict=True)]
+        parts.append(SegmentationDataset(pairs, np.arange(256, dtype=np.uint8)))
+    return SegmentationData(parts[0], parts[1], VOC_CLASSES, "VOC")
+
+
+def _folders(root: Path, ignore_label: int) -> SegmentationData:
+    if not 0 <= ignore_label <= 255:
+        raise ValueError(f"--ignore-label must be from 0 to 255, got {ignore_label}")
+    names_file = root / "classes.txt"
+    if not names_file.is_file():
+        raise FileNotFoundError(f"{names_file} is missing: one class name a line, class 0 first")
+    names = tuple(line.strip() for line in names_file.read_text().splitlines() if line.strip())
+    classes = np.arange(256, dtype=np.uint8)
+    classes[ignore_label] = IGNORE
+    train, val = (
+        SegmentationDataset(
+            _pairs(_split(root / "images", split), _split(root / "masks", split)), classes
+        )
+        for split in SPLITS
+    )
+    return SegmentationData(train, val, names, "folders")
+
+
+def _split(folder: Path, split: str) -> Path:
+    for name in SPLITS[split]:
+        if (folder / name).is_dir():
+            return folder / name
+    raise FileNotFoundError(f"{folder} has no folder {' or '.join(SPLITS[split])}")
+
+
+def _pairs(images: Path, masks: Path) -> list[tuple[str, str]]:
+    """Pictures and the class maps of the same name, which are PNG files."""
+    found = image_files(images)
+    if not found:
+        raise FileNotFoundError(f"{images} has no pictures ({', '.join(EXTENSIONS)})")
+    paths = [str((masks / Path(path).relative_to(images)).with_suffix(".png")) for path in found]
+    _check_there(paths)
+    return list(zip(found, paths, strict=True))
+
+
+def _check_there(paths: Sequence[str]) -> None:
+    missing = [path for path in paths if not Path(path).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{len(missing):,} class maps are missing: {some(missing)}")
+
+
+def _sizes(picture: tuple[int, ...], mask: tuple[int, ...]) -> str:
+    return (
+        f"the class map has {mask[0]} x {mask[1]} pixels, the picture {picture[0]} x {picture[1]}"
+    )

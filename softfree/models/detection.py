@@ -1,0 +1,209 @@
+"""RetinaNet and Mask R-CNN, torchvision's, on any timm backbone with four maps.
+
+    image -> backbone -> feature pyramid (FPN) -> heads -> boxes, labels, scores (and masks)
+
+Both take what torchvision's detectors take: a list of images (3, H, W) in 0..1, of any sizes, which they
+normalise and resize themselves; in training also a list of targets, and they return the losses. Label 0 is the
+background, so ``num_classes`` is one more than the number of categories.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN, RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.retinanet import RetinaNetHead
+from torchvision.models.detection.rpn import RPNHead
+from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
+from torchvision.ops.feature_pyramid_network import (
+    ExtraFPNBlock,
+    LastLevelMaxPool,
+    LastLevelP6P7,
+)
+
+from softfree.models.features import REDUCTIONS, PyramidFeatures
+
+ASPECT_RATIOS = (0.5, 1.0, 2.0)
+ROI_SIZE = 7
+
+
+class FeaturePyramid(nn.Module):
+    """Backbone and FPN: an image (batch, 3, H, W) to an ordered dict of maps of ``out_channels``.
+
+    The names are "0" .. "3" for the maps at 1/4 .. 1/32, then those of ``extra``. The maps are float32
+    also under autocast: torchvision gives anchors the dtype of the maps, and bfloat16 has steps of 8 at
+    coordinates beyond 1024.
+    """
+
+    def __init__(self, features: PyramidFeatures, out_channels: int, extra: ExtraFPNBlock):
+        super().__init__()
+        self.features = features
+        self.out_channels = out_channels
+        self.fpn = FeaturePyramidNetwork(features.channels, out_channels, extra_blocks=extra)
+        self.names = [str(i) for i in range(len(REDUCTIONS))][-len(features.channels) :]
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        maps = self.fpn(OrderedDict(zip(self.names, self.features(image), strict=True)))
+        return OrderedDict((name, x.float()) for name, x in maps.items())
+
+
+class _Checkpointing:
+    """Gives a detector timm's switch for recomputing activations, in its backbone."""
+
+    backbone: FeaturePyramid
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.backbone.features.set_grad_checkpointing(enable)
+
+
+class _RetinaNet(_Checkpointing, RetinaNet):
+    pass
+
+
+class _MaskRCNN(_Checkpointing, MaskRCNN):
+    pass
+
+
+def retinanet(
+    backbone: str,
+    num_classes: int = 91,
+    *,
+    min_size: int | Sequence[int] = 800,
+    max_size: int = 1333,
+    width: int = 256,
+    anchor_size: int = 32,
+    head_norm: bool = False,
+    backbone_checkpoint: str | Path | None = None,
+    frozen_bn: bool = False,
+    backbone_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> RetinaNet:
+    """RetinaNet with maps P3 to P7: the FPN of the maps at 1/8, 1/16 and 1/32, and two convolutions more.
+
+    Args:
+        backbone: a timm model with four maps, such as ``"softpp_tiny"``.
+        num_classes: categories and one for the background.
+        min_size, max_size: an image is resized to this short side (in training: one of those given) if
+            its long side stays within ``max_size``.
+        width: channels of the FPN and the heads.
+        anchor_size: side of the smallest anchors; it doubles from level to level.
+        head_norm: GroupNorm in the heads (also called RetinaNet v2), which helps training from scratch.
+        backbone_checkpoint: weights to start the backbone from: a file, or a run's checkpoint folder.
+        frozen_bn: keep the backbone's BatchNorms as they are.
+        backbone_kwargs: keywords of the backbone, such as ``dict(landmarks="conv")``; SOFT backbones get a
+            fixed number of landmarks if nothing is said (:func:`softfree.models.features.backbone_arguments`).
+        kwargs: of torchvision's ``RetinaNet``, such as ``detections_per_img``.
+
+    Example:
+        >>> import softfree, torch
+        >>> model = softfree.detection.retinanet("softpp_tiny", num_classes=91, min_size=64).eval()
+        >>> [detections] = model([torch.rand(3, 96, 128)])
+        >>> sorted(detections)
+        ['boxes', 'labels', 'scores']
+    """
+    features = PyramidFeatures(
+        backbone,
+        checkpoint=backbone_checkpoint,
+        reductions=REDUCTIONS[1:],
+        frozen_bn=frozen_bn,
+        **(backbone_kwargs or {}),
+    )
+    pyramid = FeaturePyramid(features, width, LastLevelP6P7(features.channels[-1], width))
+    sizes = tuple(
+        tuple(int(anchor_size * 2**level * 2 ** (step / 3)) for step in range(3))
+        for level in range(5)
+    )
+    anchors = AnchorGenerator(sizes, (ASPECT_RATIOS,) * len(sizes))
+    head = RetinaNetHead(
+        width,
+        anchors.num_anchors_per_location()[0],
+        num_classes,
+        norm_layer=partial(nn.GroupNorm, _groups(width)) if head_norm else None,
+    )
+    _float32_outputs(head)
+    return _RetinaNet(
+        pyramid, num_classes, min_size=min_size, max_size=max_size, anchor_generator=anchors, head=head,
+        **kwargs,
+    )  # fmt: skip
+
+
+def mask_rcnn(
+    backbone: str,
+    num_classes: int = 91,
+    *,
+    min_size: int | Sequence[int] = 800,
+    max_size: int = 1333,
+    width: int = 256,
+    anchor_size: int = 32,
+    backbone_checkpoint: str | Path | None = None,
+    frozen_bn: bool = False,
+    backbone_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> MaskRCNN:
+    """Mask R-CNN on an FPN of all four maps.
+
+    Args:
+        width: channels of the FPN and the mask head; the box head has four times as many.
+        anchor_size: side of the anchors at 1/4 of the image; it doubles from level to level.
+        kwargs: of torchvision's ``MaskRCNN``, such as ``box_detections_per_img``.
+        backbone, num_classes, min_size, max_size, backbone_checkpoint, frozen_bn, backbone_kwargs: see
+            :func:`retinanet`.
+
+    Example:
+        >>> import softfree, torch
+        >>> model = softfree.detection.mask_rcnn("softpp_tiny", num_classes=91, min_size=64).eval()
+        >>> [detections] = model([torch.rand(3, 96, 128)])
+        >>> sorted(detections)
+        ['boxes', 'labels', 'masks', 'scores']
+    """
+    features = PyramidFeatures(
+        backbone, checkpoint=backbone_checkpoint, frozen_bn=frozen_bn, **(backbone_kwargs or {})
+    )
+    pyramid = FeaturePyramid(features, width, LastLevelMaxPool())
+    sizes = tuple((anchor_size * 2**level,) for level in range(5))
+    anchors = AnchorGenerator(sizes, (ASPECT_RATIOS,) * len(sizes))
+    model = _MaskRCNN(
+        pyramid,
+        min_size=min_size,
+        max_size=max_size,
+        rpn_anchor_generator=anchors,
+        rpn_head=RPNHead(width, len(ASPECT_RATIOS)),
+        box_roi_pool=MultiScaleRoIAlign(pyramid.names, ROI_SIZE, sampling_ratio=2),
+        box_head=TwoMLPHead(width * ROI_SIZE**2, 4 * width),
+        box_predictor=FastRCNNPredictor(4 * width, num_classes),
+        mask_roi_pool=MultiScaleRoIAlign(pyramid.names, 2 * ROI_SIZE, sampling_ratio=2),
+        mask_head=MaskRCNNHeads(width, [width] * 4, dilation=1),
+        mask_predictor=MaskRCNNPredictor(width, width, num_classes),
+        **kwargs,
+    )
+    for module in (
+        model.rpn.head,
+        model.roi_heads.box_predictor,
+        model.roi_heads.mask_predictor,
+    ):
+        _float32_outputs(module)
+    return model
+
+
+def _groups(width: int) -> int:
+    """Groups of a GroupNorm: 32, or as many as make 8 channels each in a narrow head."""
+    return min(32, width // 8)
+
+
+def _float32_outputs(module: nn.Module) -> None:
+    # Boxes are decoded in the dtype of what the heads return; bfloat16 can't place them to the pixel.
+    module.register_forward_hook(_to_float32)
+
+
+def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
+    if isinstance(output, dict):
+        return {key: _to_float32(module, inputs, value) for key, value in output.items()}
+    if isinstance(output, list | tuple):
+        return type(output)(_to_float32(module, inputs, value) for value in output)
+    return output.float()

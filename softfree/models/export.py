@@ -1,0 +1,319 @@
+"""Models that leave Python: ONNX files and torch.export programs, checked against the model; and back.
+
+    export_onnx(model, "model.onnx", img_size=224, metadata=metadata)
+    model, metadata = load_onnx("model.onnx")
+    export_pt2(model, "model.pt2", img_size=224, metadata=metadata)
+    program = torch.export.load("model.pt2").module()       # needs no softfree
+
+One file serves any batch, and any height and width of at least 33 pixels. It computes in float32.
+"""
+
+import copy
+import json
+import operator
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+from torch.export import Dim
+
+# Below it the last map of a pyramid has a side of 1, and exporters take a 1 for a constant.
+NARROWEST = 33
+WIDEST = 8192
+TOLERANCE = 1e-4
+Run = Callable[[Tensor], Sequence[Tensor]]
+
+
+class ExportError(RuntimeError):
+    """An exported program that does not compute what the model does; nothing was written."""
+
+
+class FlatOutputs(nn.Module):
+    """A model whose results, whatever holds them, are a tuple of tensors."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        out = self.model(image)
+        if isinstance(out, Tensor):
+            return (out,)
+        return tuple(out.values() if isinstance(out, dict) else out)
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    img_size: int = 224,
+    metadata: dict[str, Any] | None = None,
+    output_names: Sequence[str] = ("logits",),
+) -> float:
+    """Write a model as one ONNX file and check it in onnxruntime; return the largest error.
+
+    Args:
+        model: images (batch, channels, H, W) to a tensor, or to several in a list or dict.
+        path: the file.
+        img_size: side of the images it was trained on. Below 33 the file takes this size alone.
+        metadata: what a user of the file wants to know, of what JSON can hold; see :func:`load_onnx`.
+        output_names: of the results, in their order.
+
+    Raises:
+        ExportError: a result differs by more than 1e-4 (times the largest value, if above 1).
+    """
+    flat = _prepare(model)
+    with _quietly():
+        program = torch.onnx.export(
+            _exportable(flat),
+            (_image(flat, 2, img_size, img_size + 32 * _is_dynamic(img_size)),),
+            dynamo=True,
+            dynamic_shapes=(_dynamic_sizes(img_size),),
+            input_names=["image"],
+            output_names=list(output_names),
+            custom_translation_table=_translations(),
+            verbose=False,
+        )
+    assert program is not None
+    program.model.metadata_props.update(
+        {key: json.dumps(value) for key, value in (metadata or {}).items()}
+    )
+
+    def write(target: Path) -> None:
+        program.save(target)
+
+    return _write_checked(flat, Path(path), write, _onnx_runner, img_size)
+
+
+def export_pt2(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    img_size: int = 224,
+    metadata: dict[str, Any] | None = None,
+) -> float:
+    """Write a model as a torch.export program, reload and check it; return the largest error.
+
+    Arguments as in :func:`export_onnx`. The metadata are the extra file ``metadata.json`` of the archive.
+    The program holds PyTorch's own operators alone, so it runs without softfree.
+    """
+    flat = _prepare(model)
+    with _quietly():
+        program = torch.export.export(
+            _exportable(flat),
+            (_image(flat, 2, img_size, img_size + 32 * _is_dynamic(img_size)),),
+            dynamic_shapes=(_dynamic_sizes(img_size),),
+            # As the ONNX exporter has it: what can't be proved of all sizes is checked when it runs.
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+    extra = {"metadata.json": json.dumps(metadata or {})}
+
+    def write(target: Path) -> None:
+        torch.export.save(program, target, extra_files=extra)
+
+    return _write_checked(flat, Path(path), write, _pt2_runner, img_size)
+
+
+class OnnxModel(nn.Module):
+    """An ONNX file as a model: images (batch, channels, H, W) to what the file computes, on the CPU."""
+
+    def __init__(self, session: Any):
+        super().__init__()
+        self.session = session
+        # Callers ask a model's parameters for its device.
+        self.place = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+        name = self.session.get_inputs()[0].name
+        found = self.session.run(None, {name: image.float().cpu().numpy()})
+        tensors = [torch.from_numpy(array).to(image.device) for array in found]
+        return tensors[0] if len(tensors) == 1 else tensors
+
+
+def load_onnx(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in a file of :func:`export_onnx`, and its metadata; the contract of ``load_for_inference``."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no ONNX file at {path}")
+    session = _session(path)
+    properties = session.get_modelmeta().custom_metadata_map
+    try:
+        metadata = {key: json.loads(value) for key, value in properties.items()}
+    except ValueError:
+        metadata = {}
+    if "task" not in metadata:
+        raise ValueError(
+            f"{path} does not say what it is for; was it written by `softfree export`?"
+        )
+    return OnnxModel(session), metadata
+
+
+class MatrixPool(nn.Module):
+    """``nn.AdaptiveAvgPool2d`` as products with two matrices.
+
+    PyTorch's own, exported, reads past the border of images smaller than the example.
+    """
+
+    def __init__(self, size: tuple[int, int]):
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.size == (1, 1):
+            return x.mean((2, 3), keepdim=True)
+        down = _averaging_matrix(x.shape[2], self.size[0], x)
+        across = _averaging_matrix(x.shape[3], self.size[1], x)
+        return down @ x @ across.mT
+
+
+def _averaging_matrix(length: int, bins: int, like: Tensor) -> Tensor:
+    """(bins, length): bin i is the mean from floor(i length / bins) to ceil((i + 1) length / bins)."""
+    index = torch.arange(bins, device=like.device)
+    first = index * length // bins
+    last = ((index + 1) * length + bins - 1) // bins
+    position = torch.arange(length, device=like.device)
+    inside = (position >= first[:, None]) & (position < last[:, None])
+    return inside.to(like.dtype) / (last - first)[:, None]
+
+
+def _prepare(model: nn.Module) -> nn.Module:
+    """The model on the CPU, in float32 and evaluation mode, its outputs flat; the given one stays as it is."""
+    return FlatOutputs(copy.deepcopy(model).cpu().float().eval())
+
+
+def _exportable(flat: nn.Module) -> nn.Module:
+    """A copy of a prepared model without what exporters translate wrongly."""
+    changed = copy.deepcopy(flat)
+    for parent in list(changed.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.AdaptiveAvgPool2d):
+                setattr(parent, name, MatrixPool(to_2tuple(child.output_size)))
+    return changed
+
+
+def _image(model: nn.Module, batch: int, height: int, width: int) -> Tensor:
+    convolution = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
+    generator = torch.Generator().manual_seed(height * width + batch)
+    return torch.randn(batch, convolution.in_channels, height, width, generator=generator)
+
+
+def _is_dynamic(img_size: int) -> bool:
+    return img_size >= NARROWEST
+
+
+def _dynamic_sizes(img_size: int) -> dict[int, Any]:
+    sizes: dict[int, Any] = {0: Dim("batch", min=1, max=65536)}
+    if _is_dynamic(img_size):
+        sizes[2] = Dim("height", min=NARROWEST, max=WIDEST)
+        sizes[3] = Dim("width", min=NARROWEST, max=WIDEST)
+    return sizes
+
+
+def check_shapes(img_size: int) -> list[tuple[int, int, int]]:
+    """Batch, height and width of the inputs a file is checked with: whole windows, odd sizes, both shapes."""
+    if not _is_dynamic(img_size):
+        return [(1, img_size, img_size), (3, img_size, img_size)]
+    return [
+        (1, img_size, img_size),
+        (3, img_size + 13, max(NARROWEST, img_size - 23)),
+        (2, NARROWEST, img_size + 32),
+    ]
+
+
+def _write_checked(
+    model: nn.Module,
+    path: Path,
+    write: Callable[[Path], None],
+    open_runner: Callable[[Path], Run],
+    img_size: int,
+) -> float:
+    """Write beside ``path``, compare with the model, and only then put the file in its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.stem}.new{path.suffix}")
+    try:
+        write(beside)
+        run = open_runner(beside)
+        worst = max(_error(model, run, shape) for shape in check_shapes(img_size))
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return worst
+
+
+def _error(model: nn.Module, run: Run, shape: tuple[int, int, int]) -> float:
+    """The largest difference at one input shape; raises :class:`ExportError` if it is too large."""
+    image = _image(model, *shape)
+    where = f"on {shape[0]} images of {shape[1]} x {shape[2]} pixels"
+    try:
+        with torch.no_grad():
+            found = run(image)
+    except Exception as error:  # runtimes have classes of their own for what may go wrong
+        reason = str(error).splitlines()[0]
+        raise ExportError(
+            f"the exported program fails {where}, nothing was written: {reason}"
+        ) from error
+    worst = 0.0
+    with torch.no_grad():
+        pairs = zip(found, model(image), strict=True)
+    for given, expected in pairs:
+        off = (given - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+        if not off <= TOLERANCE:
+            raise ExportError(
+                f"the exported program differs from the model by {off:.1e} {where} "
+                f"(allowed: {TOLERANCE:.0e}); nothing was written"
+            )
+        worst = max(worst, off)
+    return worst
+
+
+def _onnx_runner(path: Path) -> Run:
+    session = _session(path)
+
+    def run(image: Tensor) -> Sequence[Tensor]:
+        return [torch.from_numpy(out) for out in session.run(None, {"image": image.numpy()})]
+
+    return run
+
+
+def _session(path: Path) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ValueError("ONNX files need onnxruntime: pip install 'softfree[export]'") from error
+    try:
+        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has a class of its own for each kind of bad file
+        raise ValueError(f"{path} is no readable ONNX file: {error}") from error
+
+
+def _pt2_runner(path: Path) -> Run:
+    with _quietly():
+        return torch.export.load(path).module()
+
+
+def _translations() -> dict[Any, Any]:
+    """Corrections of the exporter's own table."""
+    try:
+        from onnxscript import opset18 as op
+    except ImportError as error:
+        raise ValueError("ONNX export needs onnxscript: pip install 'softfree[export]'") from error
+
+    def floor_divide(self: Any, other: Any) -> Any:
+        # The exporter's own rounds toward 0, and sizes are rounded up by dividing negative numbers.
+        return op.Div(op.Sub(self, op.Mod(self, other)), other)
+
+    return {operator.floordiv: floor_divide}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the exporter's warnings about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

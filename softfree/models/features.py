@@ -1,0 +1,135 @@
+"""What dense models take from a backbone: maps at 1/4, 1/8, 1/16 and 1/32 of the image."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.layers import freeze_batch_norm_2d
+from torch import Tensor, nn
+
+from softfree.models.checkpoints import filter_checkpoint, read_state_dict
+
+REDUCTIONS = (4, 8, 16, 32)
+# The papers' 49 landmarks at 224², and no more at any size: the cost per token stays that of 224².
+FIXED_LANDMARKS = "conv:49"
+
+
+def backbone_arguments(
+    name: str, landmarks: str | None = FIXED_LANDMARKS, **kwargs: Any
+) -> dict[str, Any]:
+    """Keywords for ``timm.create_model(name)`` as a dense model wants the backbone.
+
+    Args:
+        name: a model that timm knows.
+        landmarks: of SOFT and SOFT++ backbones; the default is a fixed number, ``"conv"`` is the papers'
+            fixed stride, whose number grows with the image. Other backbones have none.
+        kwargs: further keywords, which win.
+    """
+    if not timm.is_model(name):
+        raise ValueError(
+            f"no model is called {name!r}; `softfree models` lists softfree's, timm.list_models() all"
+        )
+    module = timm.models.model_entrypoint(name).__module__
+    arguments: dict[str, Any] = {}
+    if module.startswith("softfree.") and landmarks is not None:
+        arguments["landmarks"] = landmarks
+    if module.endswith(".swin_transformer"):
+        arguments["strict_img_size"] = False
+    return arguments | kwargs
+
+
+def available_reductions(name: str, arguments: dict[str, Any]) -> list[int]:
+    """The reductions of a backbone's maps; raises if it can't be built so, or lacks one of the four."""
+    try:
+        with torch.device("meta"):
+            whole: Any = timm.create_model(name, features_only=True, **arguments)
+    except TypeError as error:
+        raise ValueError(f"--model {name} does not take --model-kwargs: {error}") from error
+    available = whole.feature_info.reduction()
+    if not set(REDUCTIONS) <= set(available):
+        raise ValueError(
+            f"{name} has maps at 1/{', 1/'.join(map(str, available))} of the image; dense models "
+            "need 1/4, 1/8, 1/16 and 1/32, as softpp_*, swin_*, pvt_v2_* and resnet* have"
+        )
+    return available
+
+
+def pretrained_arguments(name: str, checkpoint: str | Path, **kwargs: Any) -> dict[str, Any]:
+    """Keywords that make timm start ``name`` from ``checkpoint``: a weights file, or a folder with one.
+
+    The classifier in it is left out. Everything else must be there.
+    """
+    path = Path(checkpoint)
+    if path.is_dir():
+        # A run's checkpoint: the moving average of the weights, where one was kept.
+        average = path / "ema.safetensors"
+        path = average if average.is_file() else path / "model.safetensors"
+    # Read here with weights alone, so that nothing in the file can run when timm reads it.
+    given = read_state_dict(path)
+    with torch.device("meta"):
+        model: Any = timm.create_model(name, **kwargs)
+    if type(model).__module__.startswith("softfree."):
+        given = filter_checkpoint(given, model)
+    classifier = model.pretrained_cfg["classifier"]
+    classifiers = tuple([classifier] if isinstance(classifier, str) else classifier)
+    expected = {key for key in model.state_dict() if not key.startswith(classifiers)}
+    missing = sorted(expected - given.keys())
+    if missing:
+        raise ValueError(
+            f"{path} is no checkpoint of {name}: it lacks {len(missing)} of {len(expected)} tensors, "
+            f"such as {missing[0]}"
+        )
+    return dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)))
+
+
+def set_grad_checkpointing(body: Any, enable: bool) -> None:
+    """Turn recomputation on or off in a feature extractor that timm made."""
+    # timm wraps networks that give their features themselves.
+    getattr(body, "model", body).set_grad_checkpointing(enable)
+
+
+class PyramidFeatures(nn.Module):
+    """The maps of a timm backbone at the reductions asked for, channels first.
+
+    Args:
+        name: a model that timm knows, with maps at 1/4, 1/8, 1/16 and 1/32.
+        checkpoint: weights to start from, see :func:`pretrained_arguments`.
+        reductions: which maps.
+        frozen_bn: keep statistics and scales of the BatchNorms as they are; for pretrained backbones.
+        kwargs: of the backbone, see :func:`backbone_arguments`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        checkpoint: str | Path | None = None,
+        reductions: Sequence[int] = REDUCTIONS,
+        frozen_bn: bool = False,
+        **kwargs: Any,
+    ):
+        super().__init__()
+        arguments = backbone_arguments(name, **kwargs)
+        available = available_reductions(name, arguments)
+        weights = pretrained_arguments(name, checkpoint, **arguments) if checkpoint else {}
+        body: Any = timm.create_model(
+            name,
+            features_only=True,
+            out_indices=tuple(available.index(reduction) for reduction in reductions),
+            **arguments,
+            **weights,
+        )
+        self.channels: list[int] = body.feature_info.channels()
+        self.channels_last = str(getattr(body, "output_fmt", "NCHW")).endswith("NHWC")
+        self.body: nn.Module = freeze_batch_norm_2d(body) if frozen_bn else body
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's activations in the backward pass: less memory, more time."""
+        set_grad_checkpointing(self.body, enable)
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        """(batch, 3, H, W), sides divisible by 32, to (batch, channels, H / r, W / r) a reduction r."""
+        maps = self.body(image)
+        return [x.permute(0, 3, 1, 2) for x in maps] if self.channels_last else maps

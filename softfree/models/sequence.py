@@ -1,0 +1,152 @@
+"""The sequence encoder of the Long Range Arena, with any attention.
+
+tokens -> embedding + learned positions -> pre-norm blocks -> mean of the real tokens -> MLP -> classes
+
+It is that of the Nyströmformer's comparison, which the SOFT papers took: 2 blocks of 64 channels, 2 heads,
+an MLP of 128. One difference: there the mean counts the padding, too, so that logits depend on it.
+"""
+
+from typing import Any, Literal
+
+import torch
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+from softfree.layers import create_attention
+
+Pooling = Literal["mean", "cls"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "cls")
+# The SOFT papers' settings for sequences, and those of the Nyströmformer's comparison for its rivals.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "soft": dict(landmarks="average", stride=4),
+    "softpp": dict(landmarks="average", stride=4),
+    "linformer": dict(slots=256),
+    "performer": dict(features=256, kernel="relu"),
+    "nystromformer": dict(landmarks=128, value_conv=35),
+    "reformer": dict(rounds=2),
+}
+
+
+class EncoderBlock(nn.Module):
+    """``x + dropout(attn(LN(x)))``, then ``x + mlp(LN(x))`` with dropout inside."""
+
+    def __init__(self, dim: int, attention: nn.Module, mlp_dim: int, dropout: float):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = attention
+        self.dropout = nn.Dropout(dropout)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, mlp_dim, drop=dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(batch, tokens, dim) to the same shape."""
+        x = x + self.dropout(self.attn(self.norm1(x), None, mask))
+        return x + self.mlp(self.norm2(x))
+
+
+class SequenceClassifier(nn.Module):
+    """Classes of token sequences, or of pairs of them.
+
+    A pair goes through one encoder; its features a and b become ``[a, b, a * b, a - b]``.
+
+    Args:
+        vocab_size: number of different tokens, padding included.
+        length: of the longest sequence; one position is learned for each of its tokens.
+        num_classes: classes.
+        attention: any name of :func:`softfree.layers.create_attention`.
+        dim, depth, num_heads, mlp_dim: of the blocks.
+        dropout: after the embedding, the attention, and twice in the MLP.
+        pooling: ``"mean"`` of the real tokens, or ``"cls"``: a class token before them.
+        pair: samples are pairs, (batch, 2, tokens).
+        attention_options: keywords of the attention; what is not given is as in ``DEFAULTS``. There SOFT
+            has one landmark per window of 4 tokens, 500 for 2000 of them; ``{"stride": 32}`` gives fewer.
+
+    Example:
+        >>> import torch
+        >>> from softfree.models.sequence import SequenceClassifier
+        >>> model = SequenceClassifier(vocab_size=32, length=100, num_classes=10, attention="softpp")
+        >>> tokens = torch.randint(1, 32, (2, 80))
+        >>> model(tokens, mask=torch.arange(80) < torch.tensor([[80], [55]])).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        length: int,
+        num_classes: int,
+        attention: str = "softpp",
+        dim: int = 64,
+        depth: int = 2,
+        num_heads: int = 2,
+        mlp_dim: int = 128,
+        dropout: float = 0.1,
+        pooling: Pooling = "mean",
+        pair: bool = False,
+        attention_options: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        self.length = length
+        self.pair = pair
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.class_token = nn.Parameter(torch.empty(1, 1, dim)) if pooling == "cls" else None
+        positions = length + (pooling == "cls")
+        options = {"grid": positions, **DEFAULTS.get(attention, {}), **(attention_options or {})}
+        self.positions = nn.Parameter(torch.empty(1, positions, dim))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            EncoderBlock(
+                dim,
+                create_attention(attention, dim, num_heads, sequence=True, **options),
+                mlp_dim,
+                dropout,
+            )
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        features = 4 * dim if pair else dim
+        self.head = nn.Sequential(
+            nn.Linear(features, mlp_dim), nn.ReLU(), nn.Linear(mlp_dim, num_classes)
+        )
+        for weight in (self.embedding.weight, self.positions, self.class_token):
+            if weight is not None:
+                nn.init.normal_(weight, std=0.02)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"embedding.weight", "positions", "class_token"}
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """tokens and mask (batch, n), or (batch, 2, n) for pairs, to logits (batch, num_classes)."""
+        expected = 3 if self.pair else 2
+        if tokens.ndim != expected:
+            shape = "(batch, 2, tokens)" if self.pair else "(batch, tokens)"
+            raise ValueError(f"tokens must have shape {shape}, got {tuple(tokens.shape)}")
+        if not self.pair:
+            return self.head(self.forward_features(tokens, mask))
+        mask = None if mask is None else mask.flatten(0, 1)
+        a, b = self.forward_features(tokens.flatten(0, 1), mask).unflatten(0, (-1, 2)).unbind(1)
+        return self.head(torch.cat([a, b, a * b, a - b], -1))
+
+    def forward_features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(batch, n) to one vector a sequence, (batch, dim)."""
+        if tokens.shape[1] > self.length:
+            raise ValueError(
+                f"tokens: the model takes sequences of at most {self.length}, got {tokens.shape[1]}"
+            )
+        x = self.embedding(tokens)
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(len(x), -1, -1).to(x.dtype), x], 1)
+            if mask is not None:
+                mask = torch.cat([mask.new_ones(len(mask), 1), mask], 1)
+        x = self.dropout(x + self.positions[:, : x.shape[1]])
+        for block in self.blocks:
+            x = block(x, mask)
+        x = self.norm(x)
+        if self.class_token is not None:
+            return x[:, 0]
+        if mask is None:
+            return x.mean(1)
+        total = torch.where(mask[..., None], x, 0).sum(1)
+        return total / mask.sum(1, keepdim=True).clamp(min=1)

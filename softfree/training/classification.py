@@ -1,0 +1,439 @@
+"""Image classification: settings and recipes, and the task that the engine trains.
+
+train_classification(settings)                       -> Outcome
+load_classifier("OUTPUT/best", device)               -> model, metadata
+evaluate_classifier(model, batches, normalize, ...)  -> {"top1": ..., "top5": ..., "loss": ...}
+"""
+
+import ast
+import dataclasses
+import difflib
+import fnmatch
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import timm
+import torch
+import torch.nn.functional as F
+import tyro
+from timm.data import Mixup, create_transform, resolve_data_config
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor, nn
+
+import softfree
+from softfree.data.images import Batch, ImageData, collate_images, load_images
+from softfree.models.checkpoints import filter_checkpoint, read_state_dict
+from softfree.training import checkpoint, distributed
+from softfree.training.distributed import Processes
+from softfree.training.engine import Outcome, Task, train
+from softfree.training.settings import (
+    OptimSettings,
+    Overrides,
+    RunSettings,
+    settings_to_json,
+    share_batch,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    """What the run reads."""
+
+    data_dir: str | None = None
+    """folder with train/ and val/, each with one folder of pictures a class; none: the embedded digits"""
+    dataset: str = ""
+    """a data set as timm names it, in --data-dir: torch/cifar10, hfds/NAME, wds/NAME (tar shards)"""
+    strict_data: bool = False
+    """stop at the first picture that can't be read, instead of leaving it out"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """The network and where its weights come from."""
+
+    model: str = "softpp_tiny"
+    """any model that timm knows; `softfree models` lists ours"""
+    img_size: int = 224
+    """side of the pictures, and of the positions the model learns"""
+    model_kwargs: tuple[str, ...] = ()
+    """further arguments of the model: embed_dims=32,64,96,128 landmarks=conv:49"""
+    drop_path: float = 0.0
+    """chance to leave out a block (stochastic depth), rising to this at the last block"""
+    pretrained_checkpoint: str = ""
+    """weights to start from: a checkpoint folder, a .safetensors or a .pth file (timm's or the authors')"""
+    freeze: tuple[str, ...] = ()
+    """parameters to leave as they are, by globs: 'stem.*' 'stages.0.*'"""
+
+
+@dataclasses.dataclass(frozen=True)
+class AugmentSettings:
+    """How training pictures and labels are varied, and how test pictures are cut."""
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    """share of the picture that a random crop takes: least, most"""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """width over height of a random crop: least, most"""
+    hflip: float = 0.5
+    """chance to mirror a picture (0 for data whose classes mirroring changes, such as digits)"""
+    color_jitter: float = 0.4
+    """change of brightness, contrast and saturation"""
+    aa: str = ""
+    """AutoAugment or RandAugment in timm's words, e.g. rand-m9-mstd0.5-inc1"""
+    reprob: float = 0.0
+    """chance to erase a random rectangle"""
+    train_interpolation: str = "random"
+    """bilinear, bicubic, or random"""
+    mixup: float = 0.0
+    """alpha of mixup; 0: none"""
+    cutmix: float = 0.0
+    """alpha of cutmix; 0: none"""
+    smoothing: float = 0.1
+    """label smoothing"""
+    crop_pct: float = 0.875
+    """test: share of the shorter side that the centre crop takes"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationSettings:
+    """Settings of `softfree train classification`."""
+
+    recipe: Annotated[str, tyro.conf.Suppress] = ""
+    data: DataSettings = dataclasses.field(default_factory=DataSettings)
+    model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    augment: AugmentSettings = dataclasses.field(default_factory=AugmentSettings)
+    optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+
+
+RECIPES = ("digits", "imagenet", "short", "finetune")
+
+
+def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
+    """What a recipe changes. Without a name: "digits" without data, "imagenet" with."""
+    given = {argument.split("=")[0] for argument in argv}
+    if not name:
+        name = "imagenet" if given & {"--data-dir", "--dataset"} else "digits"
+    # The papers': AdamW, 300 epochs, 10 of them warm-up, cosine, batch 1024, flip, mixup, cutmix; the rest
+    # as timm has it.
+    imagenet: dict[str, dict[str, Any]] = {
+        "augment": dict(mixup=0.8, cutmix=1.0),
+        "optim": dict(
+            epochs=300, warmup_epochs=10, warmup_lr=1e-5, lr=1e-3, min_lr=5e-5, weight_decay=0.05,
+            clip_grad=1.0,
+        ),
+    }  # fmt: skip
+    # 20 epochs, for data the size of Tiny-ImageNet-100.
+    short: dict[str, dict[str, Any]] = {
+        "model": dict(img_size=128),
+        "augment": dict(
+            scale=(0.6, 1.0), color_jitter=0.0, train_interpolation="bicubic", crop_pct=1.0
+        ),
+        "optim": dict(epochs=20, warmup_epochs=2, lr=1e-3, min_lr=5e-5, clip_grad=1.0),
+    }
+    finetune: dict[str, dict[str, Any]] = {
+        "augment": dict(scale=(0.35, 1.0), mixup=0.0, cutmix=0.0),
+        "model": dict(drop_path=0.1),
+        "optim": dict(
+            epochs=30, warmup_epochs=3, warmup_lr=1e-6, lr=2e-4, min_lr=1e-6, layer_decay=0.75,
+            clip_grad=1.0,
+        ),
+    }  # fmt: skip
+    digits: dict[str, dict[str, Any]] = {
+        "model": dict(
+            img_size=32,
+            model_kwargs=("embed_dims=32,64,96,128", "num_heads=1,2,3,4", "depths=1,1,1,1"),
+        ),
+        "augment": dict(
+            scale=(0.7, 1.0), color_jitter=0.0, train_interpolation="bilinear", crop_pct=1.0
+        ),
+        "optim": dict(epochs=12, warmup_epochs=1, lr=2e-3, min_lr=2e-5, clip_grad=1.0),
+        "run": dict(workers=0, log_interval=10),
+    }
+    batches = {"imagenet": 1024, "short": 512, "finetune": 256, "digits": 64}
+    chosen = dict(imagenet=imagenet, short=short, finetune=finetune, digits=digits)[name]
+    if "--batch-size" not in given:
+        chosen["optim"]["batch_size"] = share_batch(batches[name])
+    return {**chosen, "recipe": name}  # type: ignore[dict-item]
+
+
+def train_classification(settings: ClassificationSettings) -> Outcome:
+    """Train a classifier as the settings say."""
+    return train(Classification(settings), settings.optim, settings.run, settings_to_json(settings))
+
+
+class Classification(Task):
+    """Pictures to classes, with cross-entropy."""
+
+    name = "classification"
+    metric = "top1"
+
+    def __init__(self, settings: ClassificationSettings, data: ImageData | None = None):
+        self.settings = settings
+        check_model_name(settings.model.model)
+        if settings.recipe == "finetune" and not settings.model.pretrained_checkpoint:
+            raise ValueError(
+                "--recipe finetune needs --pretrained-checkpoint, the weights to start from"
+            )
+        if data is None:
+            given = settings.data
+            data = load_images(given.data_dir, dataset=given.dataset, strict=given.strict_data)
+        self.class_names = data.class_names
+        self.train_data, self.eval_data = data.train, data.val
+        augment, model = settings.augment, settings.model
+        self.mixup = None
+        if augment.mixup or augment.cutmix:
+            if settings.optim.batch_size % 2:
+                raise ValueError(
+                    "--mixup and --cutmix need an even --batch-size, "
+                    f"got {settings.optim.batch_size}"
+                )
+            self.mixup = Mixup(
+                augment.mixup,
+                augment.cutmix,
+                label_smoothing=augment.smoothing,
+                num_classes=len(data.class_names),
+            )
+        self.erase = RandomErasing(augment.reprob, mode="pixel") if augment.reprob else None
+        self.model_kwargs = parse_model_kwargs(model.model_kwargs)
+        network = create_network(
+            model.model, len(data.class_names), model.img_size, self.model_kwargs, meta=True
+        )
+        self.preparation = {
+            **preparation_of(network, model.img_size),
+            "crop_pct": augment.crop_pct,
+        }
+        self.normalize = Normalize(self.preparation["mean"], self.preparation["std"])
+        self.train_data.transform = create_transform(
+            model.img_size,
+            is_training=True,
+            scale=augment.scale,
+            ratio=augment.ratio,
+            hflip=augment.hflip if data.mirrors else 0.0,
+            color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
+            auto_augment=augment.aa or None,
+            interpolation=augment.train_interpolation,
+            normalize=False,
+        )
+        self.eval_data.transform = eval_transform(self.preparation)
+
+    def build_model(self) -> nn.Module:
+        given = self.settings.model
+        model = create_network(
+            given.model,
+            len(self.class_names),
+            given.img_size,
+            {**self.model_kwargs, "drop_path_rate": given.drop_path},
+        )
+        if given.pretrained_checkpoint:
+            load_pretrained(model, Path(given.pretrained_checkpoint), given.model)
+        freeze(model, given.freeze)
+        return model
+
+    def collate(self, samples: list[Any]) -> Batch:
+        return collate_images(samples, refill=True)
+
+    def collate_eval(self, samples: list[Any]) -> Batch:
+        return collate_images(samples)
+
+    def train_step(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        if not len(batch.labels):
+            first = batch.unreadable[0]
+            raise ValueError(
+                f"none of the {len(batch.unreadable)} pictures of a batch can be read, "
+                f"e.g. {first.path}: {first.reason}"
+            )
+        images, labels = self.normalize(batch.images), batch.labels
+        if self.mixup is not None:
+            images, labels = self.mixup(images, labels)
+        if self.erase is not None:
+            images = self.erase(images)
+        # Mixed labels are probabilities, smoothed already.
+        smoothing = 0.0 if labels.is_floating_point() else self.settings.augment.smoothing
+        return F.cross_entropy(model(images), labels, label_smoothing=smoothing), {}
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes
+    ) -> dict[str, float]:
+        return evaluate_classifier(model, batches, self.normalize, processes)
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "model": self.settings.model.model,
+            "model_kwargs": self.model_kwargs,
+            "class_names": list(self.class_names),
+            **self.preparation,
+            "softfree": softfree.__version__,
+        }
+
+
+class Normalize(nn.Module):
+    """8-bit pictures (b, 3, H, W) to floats with the mean and deviation the model wants.
+
+    Done on the device: a quarter of the bytes travels there.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.mean = 255 * torch.tensor(mean)[:, None, None]
+        self.std = 255 * torch.tensor(std)[:, None, None]
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.mean.device != images.device:
+            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
+        return (images.float() - self.mean) / self.std
+
+
+def preparation_of(model: nn.Module, img_size: int) -> dict[str, Any]:
+    """How pictures are prepared for a model, as timm's configuration of it says."""
+    config = resolve_data_config({}, model=model)
+    return {
+        "img_size": img_size,
+        "crop_pct": config["crop_pct"],
+        "interpolation": config["interpolation"],
+        "mean": list(config["mean"]),
+        "std": list(config["std"]),
+    }
+
+
+def eval_transform(preparation: dict[str, Any], img_size: int | None = None) -> Any:
+    """From a picture to the 8-bit tensor (3, size, size) that a model is tested with.
+
+    ``preparation`` is a checkpoint's metadata; ``img_size`` another size than it was trained at.
+    """
+    return create_transform(
+        img_size or preparation["img_size"],
+        is_training=False,
+        interpolation=preparation["interpolation"],
+        crop_pct=preparation["crop_pct"],
+        normalize=False,
+    )
+
+
+def evaluate_classifier(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    normalize: Normalize,
+    processes: Processes,
+) -> dict[str, float]:
+    """Top-1 and top-5 in percent and the loss, over the batches of all processes."""
+    # loss, hits, hits among the first five, samples; float64 counts exactly.
+    sums = torch.zeros(4, dtype=torch.float64, device=processes.device)
+    for batch in batches:
+        if not len(batch.labels):
+            continue
+        logits = model(normalize(batch.images)).float()
+        hits = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
+        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+        sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), loss.new_tensor(len(hits))])
+    loss_sum, first, five, count = distributed.total(sums, processes).tolist()
+    if not count:
+        raise ValueError("none of the validation pictures can be read")
+    return {
+        "top1": 100 * first / count,
+        "top5": 100 * five / count,
+        "loss": loss_sum / count,
+        "samples": int(count),
+    }
+
+
+def load_classifier(
+    path: str | Path, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a checkpoint folder, ready to use, and its metadata.
+
+    Metadata has "class_names", and "img_size", "crop_pct", "interpolation", "mean" and "std" for
+    :func:`eval_transform` and :class:`Normalize`.
+    """
+    saved = checkpoint.read_checkpoint(path)
+    metadata = saved.metadata
+    if metadata.get("task") != Classification.name:
+        raise ValueError(f"{path} is a checkpoint of {metadata.get('task')}, not of classification")
+    check_model_name(metadata["model"])
+    model = create_network(
+        metadata["model"],
+        len(metadata["class_names"]),
+        metadata["img_size"],
+        metadata["model_kwargs"],
+    )
+    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), metadata["model"])
+    model.load_state_dict(saved.weights)
+    return model.eval().to(device), metadata
+
+
+def create_network(
+    name: str, num_classes: int, img_size: int, kwargs: dict[str, Any], meta: bool = False
+) -> nn.Module:
+    """A model of timm's registry, told the size of the pictures if it wants to know."""
+    create = functools.partial(timm.create_model, name, num_classes=num_classes)
+    with torch.device("meta" if meta else "cpu"):
+        try:
+            return create(img_size=img_size, **kwargs)
+        except TypeError as error:
+            # Networks that take any size have no such argument.
+            if "img_size" not in str(error):
+                raise ValueError(f"--model {name} does not take --model-kwargs: {error}") from error
+            return create(**kwargs)
+
+
+def check_model_name(name: str) -> None:
+    """Refuse names that timm does not know."""
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        advice = f"did you mean {near[0]!r}?" if near else "`softfree models` lists ours"
+        raise ValueError(f"--model: timm knows no model {name!r}; {advice}")
+
+
+def parse_model_kwargs(words: Sequence[str]) -> dict[str, Any]:
+    """Arguments of a model as the user types them.
+
+    Example:
+        >>> parse_model_kwargs(["depths=1,1,2,1", "landmarks=conv:49", "mlp_ratio=2.0"])
+        {'depths': (1, 1, 2, 1), 'landmarks': 'conv:49', 'mlp_ratio': 2.0}
+    """
+    arguments = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--model-kwargs must look like depths=1,1,2,1, got {word!r}")
+        try:
+            arguments[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            arguments[name] = text
+    return arguments
+
+
+def load_pretrained(model: nn.Module, path: Path, name: str) -> bool:
+    """Start from weights in a file or a checkpoint folder; return whether the head came with them.
+
+    Reads timm's and the authors' layouts, resizes position embeddings, and leaves the model its new head
+    where the number of classes differs.
+    """
+    state = checkpoint.read_checkpoint(path).weights if path.is_dir() else read_state_dict(path)
+    if type(model).__module__.startswith("softfree."):
+        state = filter_checkpoint(state, model)
+    expected = model.state_dict()
+    head = f"{getattr(model, 'pretrained_cfg', {}).get('classifier') or 'head'}."
+    of_head = [key for key in expected if key.startswith(head)]
+    fits = all(key in state and state[key].shape == expected[key].shape for key in of_head)
+    if not fits:
+        state = {key: value for key, value in state.items() if not key.startswith(head)}
+        state |= {key: expected[key] for key in of_head}
+    checkpoint.check_fits(path, state, expected, name)
+    model.load_state_dict(state)
+    return fits
+
+
+def freeze(model: nn.Module, globs: Sequence[str]) -> None:
+    """Parameters whose names match need no gradient."""
+    names = [name for name, _ in model.named_parameters()]
+    for glob in globs:
+        matching = set(fnmatch.filter(names, glob))
+        if not matching:
+            raise ValueError(
+                f"--freeze {glob!r} matches no parameter; they are named {names[0]}, {names[-1]}, ..."
+            )
+        for name, parameter in model.named_parameters():
+            if name in matching:
+                parameter.requires_grad_(False)

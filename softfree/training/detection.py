@@ -1,0 +1,268 @@
+"""Object detection and instance segmentation: settings and recipes, and the task that the engine trains.
+
+train_detection(settings)               -> Outcome
+load_detector("OUTPUT/best", device)    -> model, metadata
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import softfree
+from softfree.data.detection import (
+    DetectionBatch,
+    DetectionData,
+    aspect_ratio_order,
+    collate_detection,
+    load_detection,
+    train_transform,
+)
+from softfree.models.detection import mask_rcnn, retinanet
+from softfree.training import checkpoint
+from softfree.training.classification import check_model_name
+from softfree.training.coco_metrics import CocoMetrics
+from softfree.training.dense import BackboneSettings, dense_parameter_groups, small_backbone
+from softfree.training.distributed import Processes
+from softfree.training.engine import Outcome, Task, train
+from softfree.training.settings import (
+    OptimSettings,
+    Overrides,
+    RunSettings,
+    settings_to_json,
+    share_batch,
+)
+
+DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
+DetectorName = Literal["retinanet", "mask-rcnn"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DetectionDataSettings:
+    """What the run reads, and how pictures are resized."""
+
+    data_dir: str | None = None
+    """folder with annotations/instances_train2017.json, ..., train2017/ and val2017/ (COCO), or
+    annotations/instances_train.json, ... and images/; none: the embedded shapes"""
+    skip_bad_annotations: bool = False
+    """leave out annotations that can't be used, such as boxes without area, instead of an error"""
+    short_sides: tuple[int, ...] = (800,)
+    """training: the short side is resized to one of these, at random"""
+    short_side: int = 800
+    """evaluation: short side"""
+    max_size: int = 1333
+    """no side becomes longer than this"""
+
+
+@dataclasses.dataclass(frozen=True)
+class DetectorSettings:
+    """The detector on top of the backbone."""
+
+    detector: DetectorName = "retinanet"
+    """retinanet: boxes; mask-rcnn: boxes and masks"""
+    width: int = 256
+    """channels of the feature pyramid and the heads"""
+    anchor_size: int = 32
+    """side of the smallest anchors in pixels; it doubles from level to level"""
+    head_norm: bool = False
+    """retinanet: GroupNorm in the heads; helps training from scratch"""
+    proposals: int = 512
+    """mask-rcnn: regions of a picture that train the box head"""
+
+
+@dataclasses.dataclass(frozen=True)
+class DetectionSettings:
+    """Settings of `softfree train detection`."""
+
+    recipe: Annotated[str, tyro.conf.Suppress] = ""
+    data: DetectionDataSettings = dataclasses.field(default_factory=DetectionDataSettings)
+    detector: DetectorSettings = dataclasses.field(default_factory=DetectorSettings)
+    backbone: BackboneSettings = dataclasses.field(default_factory=BackboneSettings)
+    optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+
+
+RECIPES = ("1x", "3x", "shapes")
+
+
+def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
+    """What a recipe changes. Without a name: "shapes" without data, "1x" with."""
+    given = {argument.split("=")[0] for argument in argv}
+    if not name:
+        name = "1x" if "--data-dir" in given else "shapes"
+    # The paper's: AdamW, learning rate 1e-4, weight decay 0.01, batch 16; drops as in MMDetection.
+    common = dict(
+        lr=1e-4,
+        weight_decay=0.01,
+        sched="multistep",
+        warmup_steps=500,
+        warmup_lr=1e-7,
+        clip_grad=35.0,
+    )
+    if name == "1x":
+        chosen: dict[str, dict[str, Any]] = {
+            "optim": dict(common, epochs=12, decay_milestones=(8, 11))
+        }
+    elif name == "3x":
+        chosen = {
+            "data": dict(short_sides=tuple(range(480, 801, 32))),
+            "optim": dict(common, epochs=36, decay_milestones=(27, 33)),
+        }
+    else:
+        chosen = {
+            "data": dict(short_sides=(96,), short_side=96, max_size=192),
+            "detector": dict(width=64, head_norm=True, proposals=64, anchor_size=20),
+            "backbone": dict(model_kwargs=small_backbone(argv)),
+            "optim": dict(
+                steps=1200, lr=2e-3, min_lr=1e-5, warmup_steps=100, weight_decay=0.05, clip_grad=1.0
+            ),
+            "run": dict(workers=0, eval_every=600),
+        }
+    if "--batch-size" not in given:
+        chosen["optim"]["batch_size"] = share_batch(8 if name == "shapes" else 16)
+    return {**chosen, "recipe": name}  # type: ignore[dict-item]
+
+
+def train_detection(settings: DetectionSettings) -> Outcome:
+    """Train a detector as the settings say."""
+    return train(Detection(settings), settings.optim, settings.run, settings_to_json(settings))
+
+
+class Detection(Task):
+    """Pictures to boxes, and to masks with Mask R-CNN."""
+
+    name = "detection"
+
+    def __init__(self, settings: DetectionSettings, data: DetectionData | None = None):
+        self.settings = settings
+        given = settings.data
+        check_model_name(settings.backbone.model)
+        self.masks = settings.detector.detector == "mask-rcnn"
+        self.metric = "mask_AP" if self.masks else "box_AP"
+        if data is None:
+            data = load_detection(
+                given.data_dir, masks=self.masks, skip_bad=given.skip_bad_annotations
+            )
+        self.data = data
+        self.train_data, self.eval_data = data.train, data.val
+        self.train_data.transform = train_transform(given.short_sides, given.max_size)
+
+    def build_model(self) -> nn.Module:
+        return build_detector(
+            self.metadata(), backbone_checkpoint=self.settings.backbone.backbone_checkpoint or None
+        )
+
+    def metadata(self) -> dict[str, Any]:
+        detector, backbone = self.settings.detector, self.settings.backbone
+        arguments: dict[str, Any] = dict(
+            min_size=self.settings.data.short_side,
+            max_size=self.settings.data.max_size,
+            width=detector.width,
+            anchor_size=detector.anchor_size,
+            frozen_bn=backbone.frozen_bn,
+            backbone_kwargs=backbone.arguments(),
+        )
+        if self.masks:
+            # Torchvision's own numbers stand in the same proportion to its 512.
+            arguments |= dict(
+                box_batch_size_per_image=detector.proposals,
+                rpn_batch_size_per_image=detector.proposals // 2,
+                rpn_pre_nms_top_n_train=4 * detector.proposals,
+                rpn_post_nms_top_n_train=4 * detector.proposals,
+                rpn_pre_nms_top_n_test=2 * detector.proposals,
+                rpn_post_nms_top_n_test=2 * detector.proposals,
+            )
+        else:
+            arguments["head_norm"] = detector.head_norm
+        return {
+            "model": backbone.model,
+            "detector": detector.detector,
+            "arguments": arguments,
+            "class_names": list(self.data.class_names),
+            "softfree": softfree.__version__,
+        }
+
+    def collate(self, samples: list[Any]) -> DetectionBatch:
+        return collate_detection(samples, refill=True)
+
+    def collate_eval(self, samples: list[Any]) -> DetectionBatch:
+        return collate_detection(samples)
+
+    def order(self, generator: torch.Generator, batch_size: int) -> list[int]:
+        """The order of an epoch: a batch's pictures are all wide or all tall."""
+        ratios = [self.data.train.aspect_ratio(index) for index in range(len(self.data.train))]
+        return aspect_ratio_order(ratios, batch_size, generator)
+
+    def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
+        return dense_parameter_groups(model, model.backbone.features.body, optim)  # type: ignore[union-attr, arg-type]
+
+    def train_step(
+        self, model: nn.Module, batch: DetectionBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if not batch.images:
+            first = batch.unreadable[0]
+            raise ValueError(
+                f"none of the {len(batch.unreadable)} pictures of a batch can be read, "
+                f"e.g. {first.path}: {first.reason}"
+            )
+        losses = model(to_unit_range(batch.images), batch.targets)
+        return sum(losses.values(), torch.zeros(())), losses
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[DetectionBatch], processes: Processes
+    ) -> dict[str, float]:
+        return evaluate_detector(model, batches, self.data, self.masks, processes)
+
+
+def evaluate_detector(
+    model: nn.Module,
+    batches: Iterable[DetectionBatch],
+    data: DetectionData,
+    masks: bool,
+    processes: Processes,
+) -> dict[str, float]:
+    """COCO's figures in percent over the batches of all processes, each picture counted once."""
+    metrics = CocoMetrics(data.val.annotations, data.val.category_ids, masks=masks)
+    for batch in batches:
+        if batch.images:
+            detections = model(to_unit_range(batch.images))
+            metrics.update([target["image_id"] for target in batch.targets], detections)
+    return metrics.compute(processes)
+
+
+def to_unit_range(images: Sequence[Tensor]) -> list[Tensor]:
+    """8-bit pictures as torchvision's detectors want them: floats from 0 to 1."""
+    return [image.float() / 255 for image in images]
+
+
+def build_detector(metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
+    """The detector that a checkpoint's metadata describe, with new weights."""
+    return DETECTORS[metadata["detector"]](
+        metadata["model"],
+        # The background has a class of its own, 0.
+        len(metadata["class_names"]) + 1,
+        # Training pictures arrive resized, by the loading processes.
+        _skip_resize=True,
+        **metadata["arguments"],
+        **kwargs,
+    )
+
+
+def load_detector(
+    path: str | Path, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a checkpoint folder, ready to use, and its metadata; see :func:`to_unit_range`."""
+    saved = checkpoint.read_checkpoint(path)
+    if saved.metadata.get("task") != Detection.name:
+        raise ValueError(
+            f"{path} is a checkpoint of {saved.metadata.get('task')}, not of detection"
+        )
+    check_model_name(saved.metadata["model"])
+    model = build_detector(saved.metadata)
+    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])
+    model.load_state_dict(saved.weights)
+    return model.eval().to(device), saved.metadata

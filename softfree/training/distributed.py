@@ -1,0 +1,199 @@
+"""Processes: who takes part, how a model is spread over them, how they agree. One process needs none of it.
+
+torchrun tells each process its place through the environment. GPUs talk through NCCL, CPUs through gloo.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+# Names that timm's models, and ours, give to lists of layers.
+LAYER_LISTS = ("blocks", "layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """This process among all: its number, their count, its device."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def join_processes(device: str = "auto") -> Iterator[Processes]:
+    """This process's place among those torchrun started, or alone; ``device`` is auto, cuda or cpu."""
+    kind = torch.device("cuda" if torch.cuda.is_available() else "cpu").type
+    if device != "auto":
+        kind = torch.device(device).type
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {device}: torch finds no GPU here; use cpu or auto")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield Processes(0, 1, torch.device(device if device != "auto" else kind))
+        return
+    place = torch.device(kind)
+    if kind == "cuda":
+        place = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+    # Both backends: flags and file names are agreed on without the GPU having to wait.
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    store, rank, count = next(iter(rendezvous("env://")))
+    # torchrun's store outlives a restart. Without a prefix a process would find the addresses of the dead.
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"life{life}", store), rank=rank, world_size=count
+    )
+    try:
+        yield Processes(rank, count, place)
+        # Together: a process that leaves early takes its connections with it.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def shard(model: nn.Module) -> None:
+    """FSDP2, in place: each layer's weights are shared out and gathered when the layer runs."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in LAYER_LISTS and isinstance(
+            module, (nn.ModuleList, nn.Sequential)
+        ):
+            for layer in module:
+                fully_shard(layer)
+    fully_shard(model)
+
+
+def replicate(model: nn.Module, processes: Processes) -> nn.Module:
+    """DDP around ``model``: each process has all weights, gradients are averaged."""
+    return DistributedDataParallel(
+        model,
+        device_ids=[processes.device.index] if processes.device.type == "cuda" else None,
+        # Statistics of batch norms are averaged before they are used, see average_buffers.
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+@contextlib.contextmanager
+def gradients_stay_local(model: nn.Module, local: bool) -> Iterator[None]:
+    """Leaves out the exchange of gradients, for all but the last of accumulated passes."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(not local)
+    if local and isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def average_buffers(model: nn.Module, processes: Processes) -> None:
+    """The mean of the processes' floating-point buffers (statistics of batch norms), in each of them."""
+    if processes.count == 1:
+        return
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer /= processes.count
+
+
+def total(values: Tensor, processes: Processes) -> Tensor:
+    """The sum of ``values`` over the processes."""
+    if processes.count > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def gather(values: list[Any], processes: Processes) -> list[Any]:
+    """The processes' lists in one."""
+    if processes.count == 1:
+        return values
+    parts: list[Any] = [None] * processes.count
+    dist.all_gather_object(parts, values)
+    return [value for part in parts for value in part]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be shared out, as an ordinary one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Agreement:
+    """Flags that any process may raise and all must act on at the same step.
+
+    The exchange runs beside the next step, so with several processes the answer is one step old.
+    """
+
+    def __init__(self, processes: Processes):
+        self.processes = processes
+        self.pending: tuple[Any, Tensor] | None = None
+
+    def exchange(self, *flags: bool) -> tuple[bool, ...]:
+        """Give this process's flags, get those that some process raised."""
+        if self.processes.count == 1:
+            return flags
+        agreed = self.finish() or (False,) * len(flags)
+        values = torch.tensor(flags, dtype=torch.int32)
+        self.pending = (dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True), values)
+        return agreed
+
+    def finish(self) -> tuple[bool, ...] | None:
+        """Wait for the exchange under way, if there is one."""
+        if self.pending is None:
+            return None
+        work, values = self.pending
+        work.wait()
+        self.pending = None
+        return tuple(bool(value) for value in values)
+
+
+# Whole tensors under the plain model's names: the same file serves one process, DDP and FSDP2.
+_WHOLE = StateDictOptions(full_state_dict=True)
+_WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def get_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Whole weights and buffers. With FSDP2 all processes must call it."""
+    return get_model_state_dict(model, options=_WHOLE)  # type: ignore[return-value]
+
+
+def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Take over whole weights and buffers; all names must be there."""
+    set_model_state_dict(model, weights, options=_WHOLE)  # type: ignore[arg-type]
+
+
+def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state by the names of the parameters, on the CPU of the main process."""
+    return get_optimizer_state_dict(model, optimizer, options=_WHOLE_ON_CPU)
+
+
+def set_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """Take over what :func:`get_optimizer_state` gave."""
+    set_optimizer_state_dict(model, optimizer, state, options=_WHOLE)

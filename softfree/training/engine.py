@@ -1,0 +1,532 @@
+"""The training loop, for every task.
+
+    train(task, optim, run, settings_json)     until the last step, or until a signal asks to stop
+
+A task (:class:`Task`) knows its data, its model, its loss and its score. The loop knows the rest: precision,
+accumulation, schedule, moving average, evaluation, checkpoints, resume, logs, signals, several processes.
+
+Everything random in a step is seeded by (seed, step), and the order of the data is a function of the two, so
+a checkpoint needs no state of any generator: a run that goes on from one does what it would have done.
+"""
+
+import copy
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from softfree.training import checkpoint, distributed
+from softfree.training.devices import AMP_DTYPES, amp_dtype_for, to_device
+from softfree.training.distributed import Agreement, Processes
+from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
+from softfree.training.logs import EVAL_CSV, TRAIN_CSV, RunLog, Timer, peak_memory_gib
+from softfree.training.sampling import Augmented, EvalSampler, StepSampler, seed_all
+from softfree.training.schedule import Schedule
+from softfree.training.settings import Interval, OptimSettings, RunSettings, check_settings
+from softfree.training.signals import StopRequest, ignore_signals
+
+__all__ = ["AMP_DTYPES", "Outcome", "Position", "Task", "to_device", "train"]
+
+
+class MapData(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class Task(ABC):
+    """What the loop must be told of a task.
+
+    Attributes:
+        name: e.g. "classification".
+        metric: the number of :meth:`evaluate` that decides which checkpoint is the best.
+        higher_is_better: whether more of it is better.
+        train_data, eval_data: map-style data sets.
+    """
+
+    name: str
+    metric: str
+    higher_is_better: bool = True
+    train_data: MapData
+    eval_data: MapData
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """The model on the CPU, with the weights it starts from; frozen parameters need no gradient."""
+
+    @abstractmethod
+    def train_step(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of a batch on the device, and other numbers for the log (0-dim tensors)."""
+
+    @abstractmethod
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Any], processes: Processes
+    ) -> dict[str, float]:
+        """Scores. ``batches`` are this process's part; sum over all with :func:`distributed.total`."""
+
+    @abstractmethod
+    def metadata(self) -> dict[str, Any]:
+        """What a checkpoint must say so that its model can be built and used again; plain JSON."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Items of ``train_data`` as a batch: tensors in tuples, lists or dicts."""
+        return torch.utils.data.default_collate(samples)
+
+    def collate_eval(self, samples: list[Any]) -> Any:
+        """Items of ``eval_data`` as a batch."""
+        return self.collate(samples)
+
+    def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
+        """Groups for AdamW: no weight decay for biases, norms and what the model itself names."""
+        exempt: set[str] = getattr(model, "no_weight_decay", set)()
+        if optim.layer_decay < 1:
+            return param_groups_layer_decay(
+                model,
+                optim.weight_decay,
+                no_weight_decay_list=exempt,
+                layer_decay=optim.layer_decay,
+            )
+        return param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=exempt)
+
+
+@dataclasses.dataclass
+class Position:
+    """How far a run is; saved with every checkpoint."""
+
+    step: int = 0
+    evaluated: int = 0
+    """the last step after which there was an evaluation"""
+    best: float | None = None
+    best_step: int = 0
+    skipped: int = 0
+    """steps left out so far since their gradient was not finite"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended: where it was, its last scores, and whether a signal stopped it early."""
+
+    position: Position
+    scores: dict[str, float]
+    stopped: bool
+
+
+def train(task: Task, optim: OptimSettings, run: RunSettings, settings_json: str) -> Outcome:
+    """Train ``task``; write checkpoints and logs into ``run.output``."""
+    check_settings(optim, run)
+    with distributed.join_processes(run.device) as processes, StopRequest() as stop_request:
+        return _Training(task, optim, run, settings_json, processes).run_loop(stop_request)
+
+
+class _Training:
+    """One run: its parts, put together in ``__init__``, and the loop over them."""
+
+    def __init__(
+        self,
+        task: Task,
+        optim: OptimSettings,
+        run: RunSettings,
+        settings_json: str,
+        processes: Processes,
+    ):
+        self.task, self.optim, self.run = task, optim, run
+        self.settings_json = settings_json
+        self.processes = processes
+        self.device = processes.device
+        self.last, self.best = run.output / "last", run.output / "best"
+        resume_from = self._find_resume()
+
+        self.sampler = StepSampler(
+            len(task.train_data),
+            optim.batch_size,
+            optim.grad_accum_steps,
+            processes.rank,
+            processes.count,
+            run.seed,
+            start=0,
+            stop=0,
+        )
+        self.steps_per_epoch = self.sampler.steps_per_epoch
+        self.schedule = Schedule.of(optim, self.steps_per_epoch)
+        self.amp_dtype = amp_dtype_for(optim.amp_dtype, self.device)
+        if self.amp_dtype == torch.float16 and run.fsdp:
+            raise ValueError("--fsdp needs --amp-dtype bfloat16 or none, got float16")
+
+        seed_all(run.seed)
+        self.plain = self._build_model()
+        self.ema: ModelEmaV3 | None = None
+        if optim.model_ema:
+            self.ema = ModelEmaV3(
+                self.plain, optim.model_ema_decay, use_warmup=True, exclude_buffers=True
+            )
+        self.model = self._spread_model()
+        self.optimizer = GuardedOptimizer(
+            self.plain,
+            task.parameter_groups(self.plain, optim),
+            optim.betas,
+            optim.clip_grad,
+            torch.amp.GradScaler(self.device.type, enabled=self.amp_dtype == torch.float16),
+            processes,
+        )
+        self.position = Position()
+        self.saving = Interval.parse(run.save_every)
+        self.saved_at, self.saved_step = time.monotonic(), -1
+        if resume_from is not None:
+            self._resume(resume_from)
+        self.log = RunLog(run.output, self.position.step, self.schedule.total, processes.main)
+        self.unreadable: dict[str, str] = {}
+
+    # Setting up
+
+    def _find_resume(self) -> Path | None:
+        """The checkpoint to go on from. Files of an earlier run are not overwritten by mistake."""
+        if self.processes.main:
+            self.run.output.mkdir(parents=True, exist_ok=True)
+            checkpoint.recover(self.last)
+            checkpoint.recover(self.best)
+        # The others look only after the main process has cleared up.
+        distributed.gather([], self.processes)
+        if self.run.resume not in ("", "auto"):
+            return checkpoint.locate(Path(self.run.resume))
+        if not self.last.exists():
+            return None
+        if self.run.resume == "auto" or distributed.restarted():
+            return self.last
+        raise ValueError(
+            f"--output {self.run.output} already has a run; go on with --resume auto, or give another "
+            "--output"
+        )
+
+    def _build_model(self) -> nn.Module:
+        model = self.task.build_model()
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("--freeze leaves no parameter to train")
+        if self.run.grad_checkpointing:
+            enable = getattr(model, "set_grad_checkpointing", None)
+            if enable is None:
+                raise ValueError(f"--grad-checkpointing: {type(model).__name__} does not offer it")
+            enable(True)
+        if self.run.sync_bn:
+            if self.device.type != "cuda" or self.processes.count == 1:
+                raise ValueError("--sync-bn needs several processes on GPUs (torchrun)")
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        layout = torch.channels_last if self.run.channels_last else torch.preserve_format
+        return model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
+
+    def _spread_model(self) -> nn.Module:
+        """The model to call in training; ``self.plain`` stays the one to ask for weights."""
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.benchmark = True
+        if self.run.fsdp and self.processes.count == 1:
+            raise ValueError("--fsdp needs several processes: start with torchrun")
+        self.whole_model: nn.Module | None = None
+        if self.run.fsdp:
+            # For evaluation: its passes need no other process, and the processes' counts may differ.
+            self.whole_model = copy.deepcopy(self.plain)
+            distributed.shard(self.plain)
+            if self.ema is not None:
+                distributed.shard(self.ema.module)
+        if self.run.torchcompile:
+            self.plain.compile()
+        if self.processes.count > 1 and not self.run.fsdp:
+            return distributed.replicate(self.plain, self.processes)
+        return self.plain
+
+    def _resume(self, path: Path) -> None:
+        metadata = checkpoint.read_metadata(path)
+        weights = checkpoint.read_weights(path)
+        state = checkpoint.read_state(path)
+        checkpoint.check_fits(
+            path,
+            weights,
+            distributed.get_weights(self.plain),
+            self.task.metadata().get("model", "this"),
+        )
+        for name, value in self._data_facts().items():
+            if metadata["run"].get(name) != value:
+                raise ValueError(
+                    f"{path} was written with {name} {metadata['run'].get(name)}, this run has {value}: "
+                    "the order of the data would change. Use the same data, --seed, and product of "
+                    "--batch-size, --grad-accum-steps and processes"
+                )
+        distributed.set_weights(self.plain, weights)
+        distributed.set_optimizer_state(self.plain, self.optimizer.optimizer, state["optimizer"])
+        if self.optimizer.scaler.is_enabled() and state["scaler"]:
+            self.optimizer.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            kept = (path / checkpoint.EMA).is_file()
+            distributed.set_weights(
+                self.ema.module, checkpoint.read_weights(path, checkpoint.EMA) if kept else weights
+            )
+        self.position = Position(**state["position"])
+        self.saved_step = self.position.step
+        if self.position.step > self.schedule.total:
+            raise ValueError(
+                f"{path} is at step {self.position.step:,}, beyond this run's end at "
+                f"{self.schedule.total:,} (--epochs, --steps)"
+            )
+        self.optimizer.settle_buffers()
+
+    def _data_facts(self) -> dict[str, int]:
+        """What must be the same for the order of the data to be the same."""
+        return {
+            "training samples": len(self.task.train_data),
+            "global batch": self.sampler.global_batch,
+            "seed": self.run.seed,
+        }
+
+    # The loop
+
+    def run_loop(self, stop_request: StopRequest) -> Outcome:
+        position, total = self.position, self.schedule.total
+        agreement = Agreement(self.processes)
+        scores: dict[str, float] = {}
+        with self.log as log:
+            self._open_logs()
+            batches = self._training_batches()
+            timer = Timer()
+            while True:
+                # Any process may be asked to stop, and clocks differ: all act on what they agree on.
+                stopped, save_now = agreement.exchange(
+                    stop_request.signal is not None, self._saving_is_due_by_the_clock()
+                )
+                if self._evaluation_is_due() and not stopped:
+                    with timer.paused():
+                        scores = self._evaluate_and_keep_best()
+                finished = position.step == total
+                if save_now or stopped or finished or self._saving_is_due():
+                    with timer.paused():
+                        self._save_last()
+                if stopped or finished:
+                    break
+                batch = self._step(batches)
+                position.step += 1
+                timer.samples += self.sampler.global_batch
+                log.tick(position.step)
+                if position.step % self.run.log_interval == 0 or position.step == total:
+                    self._read_and_log(timer, batch)
+            agreement.finish()
+        return Outcome(position, scores, stopped)
+
+    def _step(self, batches: Iterator[Any]) -> Any:
+        """One step of the optimizer; returns the last batch."""
+        position, passes = self.position, self.optim.grad_accum_steps
+        sums: dict[str, Tensor] = {}
+        for pass_ in range(passes):
+            batch = next(batches)
+            seed_all(self.run.seed, 1 + position.step, pass_, self.processes.rank)
+            with distributed.gradients_stay_local(self.model, pass_ < passes - 1):
+                with self._autocast():
+                    loss, numbers = self.task.train_step(self.model, batch)
+                self.optimizer.scaler.scale(loss / passes).backward()
+            for name, value in {"loss": loss, **numbers}.items():
+                share = value.detach() / passes
+                sums[name] = sums[name] + share if name in sums else share
+        self.optimizer.step(self.schedule(position.step), sums)
+        if self.ema is not None:
+            self.ema.update(self.plain, step=position.step)
+        return batch
+
+    def _training_batches(self) -> Iterator[Any]:
+        self.sampler.start, self.sampler.stop = self.position.step, self.schedule.total
+        loader = self._loader(
+            Augmented(self.task.train_data, self.run.seed),
+            self.sampler,
+            self.task.collate,
+            workers=self.run.workers,
+        )
+        return self._on_device(loader)
+
+    def _loader(self, data: MapData, sampler: Any, collate: Any, workers: int) -> DataLoader:
+        return DataLoader(
+            data,  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            collate_fn=collate,
+            num_workers=workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=ignore_signals,
+            prefetch_factor=4 if workers else None,
+        )
+
+    def _on_device(self, loader: Iterable[Any]) -> Iterator[Any]:
+        for batch in loader:
+            for file in getattr(batch, "unreadable", ()):
+                self._note_unreadable(file.path, file.reason)
+            yield to_device(batch, self.device, self.run.channels_last)
+
+    def _note_unreadable(self, path: str, reason: str) -> None:
+        if path not in self.unreadable:
+            self.unreadable[path] = reason
+            self.log.warn(f"skipped {path}: {reason}")
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
+        )
+
+    def _read_and_log(self, timer: Timer, last_batch: Any) -> None:
+        position, log = self.position, self.log
+        means, skipped, in_a_row = self.optimizer.read()
+        position.skipped += skipped
+        per_second = timer.read()
+        numbers = {
+            "epoch": position.step / self.steps_per_epoch,
+            **means,
+            "lr": self.schedule(position.step - 1),
+            "samples_per_s": per_second,
+            "peak_gib": peak_memory_gib(self.device),
+            "skipped_steps": position.skipped,
+        }
+        log.record(TRAIN_CSV, position.step, numbers)
+        text = "  ".join(f"{name} {means[name]:.4g}" for name in means if name != "grad_norm")
+        log.tick(position.step, f"{text}  {per_second:,.0f}/s")
+        if not log.console.is_terminal:
+            log.say(
+                f"step {position.step:,}/{self.schedule.total:,}  {text}  lr {numbers['lr']:.2e}  "
+                f"{per_second:,.0f} samples/s  peak {numbers['peak_gib']:.2f} GiB"
+            )
+        if skipped:
+            log.say(
+                f"step {position.step:,}: left out {skipped} of the last steps, whose gradients were not "
+                "finite",
+                "yellow",
+            )
+        if in_a_row >= self.run.max_skipped:
+            seed_all(
+                self.run.seed, position.step, self.optim.grad_accum_steps - 1, self.processes.rank
+            )
+            where = find_nonfinite(self.plain, lambda: self._loss(last_batch), self.processes)
+            raise NonFiniteError(
+                f"stopped at step {position.step:,}: {in_a_row} steps in a row gave numbers that are not "
+                f"finite (limit: --max-skipped {self.run.max_skipped}); {where}. A lower --lr, "
+                "--clip-grad 1 or --amp-dtype none may help"
+            )
+
+    def _loss(self, batch: Any) -> Tensor:
+        with self._autocast():
+            return self.task.train_step(self.plain, batch)[0]
+
+    # Evaluation and checkpoints
+
+    def _evaluation_is_due(self) -> bool:
+        step = self.position.step
+        every = self.run.eval_every or self.steps_per_epoch
+        return step > self.position.evaluated and (step % every == 0 or step == self.schedule.total)
+
+    def _evaluate_and_keep_best(self) -> dict[str, float]:
+        position, metric = self.position, self.task.metric
+        began = time.monotonic()
+        self._settle_buffers()
+        model = self.plain if self.ema is None else self.ema.module
+        if self.whole_model is not None:
+            distributed.set_weights(self.whole_model, distributed.get_weights(model))
+            model = self.whole_model
+        sampler = EvalSampler(
+            len(self.task.eval_data),
+            self.optim.batch_size,
+            self.processes.rank,
+            self.processes.count,
+        )
+        loader = self._loader(
+            self.task.eval_data, sampler, self.task.collate_eval, workers=self.run.workers
+        )
+        model.eval()
+        with torch.no_grad(), self._autocast():
+            scores = self.task.evaluate(model, self._on_device(loader), self.processes)
+        self.plain.train()
+        position.evaluated = position.step
+        score = scores[metric]
+        better = position.best is None or (
+            score > position.best if self.task.higher_is_better else score < position.best
+        )
+        if better:
+            position.best, position.best_step = score, position.step
+            self._save(self.best, with_state=False)
+        epoch = position.step / self.steps_per_epoch
+        self.log.record(
+            EVAL_CSV,
+            position.step,
+            {
+                "epoch": epoch,
+                **scores,
+                "unreadable_files": len(
+                    set(distributed.gather([*self.unreadable], self.processes))
+                ),
+                "seconds": time.monotonic() - began,
+            },
+        )
+        text = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
+        mark = "  (best so far)" if better else f"  (best: {position.best:.4g})"
+        self.log.say(f"epoch {epoch:.4g}: {text}{mark}")
+        return scores
+
+    def _saving_is_due(self) -> bool:
+        step, saving = self.position.step, self.saving
+        every = saving.every * (self.steps_per_epoch if saving.unit == "epochs" else 1)
+        return saving.unit != "seconds" and step > 0 and step % every == 0
+
+    def _saving_is_due_by_the_clock(self) -> bool:
+        return (
+            self.saving.unit == "seconds" and time.monotonic() - self.saved_at > self.saving.every
+        )
+
+    def _save_last(self) -> None:
+        if self.saved_step != self.position.step:
+            self._settle_buffers()
+            self._save(self.last, with_state=True)
+        self.saved_at, self.saved_step = time.monotonic(), self.position.step
+
+    def _settle_buffers(self) -> None:
+        """Sound statistics of batch norms, the same in all processes, and in the moving average."""
+        self.optimizer.settle_buffers()
+        distributed.average_buffers(self.plain, self.processes)
+        if self.ema is not None:
+            for mine, other in zip(self.ema.module.buffers(), self.plain.buffers(), strict=True):
+                mine.copy_(other)
+
+    def _save(self, folder: Path, with_state: bool) -> None:
+        weights = distributed.get_weights(self.plain)
+        ema = None if self.ema is None else distributed.get_weights(self.ema.module)
+        state = None
+        if with_state:
+            state = {
+                "position": dataclasses.asdict(self.position),
+                "optimizer": distributed.get_optimizer_state(self.plain, self.optimizer.optimizer),
+                "scaler": self.optimizer.scaler.state_dict(),
+            }
+        if self.processes.main:
+            metadata = {
+                "task": self.task.name,
+                **self.task.metadata(),
+                "run": {**dataclasses.asdict(self.position), **self._data_facts()},
+            }
+            checkpoint.write_checkpoint(folder, weights, metadata, self.settings_json, ema, state)
+
+    def _open_logs(self) -> None:
+        if self.run.log_tensorboard:
+            self.log.open_tensorboard()
+        if self.run.log_wandb:
+            self.log.open_wandb(self.settings_json)
+        if self.processes.main:
+            settings = self.run.output / checkpoint.SETTINGS
+            checkpoint.write_durably(settings, self.settings_json.encode())
+        trainable = sum(p.numel() for p in self.plain.parameters() if p.requires_grad)
+        where = f"{self.processes.count} x {self.device.type}"
+        self.log.say(
+            f"{self.task.name}: {trainable / 1e6:.2f} M trainable parameters, "
+            f"{len(self.task.train_data):,} training and {len(self.task.eval_data):,} "
+            f"validation samples, {self.schedule.total:,} steps of {self.sampler.global_batch} on {where}"
+        )
+        if self.position.step:
+            self.log.say(f"going on from step {self.position.step:,}")

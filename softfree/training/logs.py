@@ -1,0 +1,185 @@
+"""What a run says: a progress bar, lines, CSV files, and on request TensorBoard and Weights & Biases."""
+
+import contextlib
+import csv
+import io
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from softfree.training.checkpoint import write_durably
+
+TRAIN_CSV, EVAL_CSV = "train.csv", "eval.csv"
+# The bar is drawn by the loop itself: no thread runs beside the training.
+REDRAW_SECONDS = 0.5
+
+
+class RunLog:
+    """Logs of the main process; in the others every call does nothing.
+
+    ``train.csv`` has a row every log interval, ``eval.csv`` one for every evaluation. A run that goes on
+    from step ``start`` drops the rows after it, which it will write again.
+    """
+
+    def __init__(self, output: Path, start: int, total: int, active: bool):
+        self.output = output
+        self.active = active
+        self.console = Console(highlight=False, quiet=not active, soft_wrap=True)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=self.console,
+            auto_refresh=False,
+            transient=True,
+            disable=not (active and self.console.is_terminal),
+        )
+        self.bar = self.progress.add_task("training", total=total, completed=start, numbers="")
+        self.drawn = 0.0
+        self.tensorboard: Any = None
+        self.wandb: Any = None
+        if active:
+            for name in (TRAIN_CSV, EVAL_CSV):
+                _drop_rows_after(output / name, start)
+
+    def __enter__(self) -> "RunLog":
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.progress.stop()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def open_tensorboard(self) -> None:
+        """Also write TensorBoard's files."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "--log-tensorboard needs a package: pip install tensorboard"
+            ) from error
+        if self.active:
+            self.tensorboard = SummaryWriter(self.output / "tensorboard")
+
+    def open_wandb(self, settings_json: str) -> None:
+        """Also log to Weights & Biases."""
+        try:
+            import wandb  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise ValueError("--log-wandb needs a package: pip install wandb") from error
+        if self.active:
+            config = json.loads(settings_json)
+            self.wandb = wandb.init(project="softfree", dir=self.output, config=config)
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line for the user."""
+        self.console.print(text, style=style, markup=False)
+
+    def warn(self, text: str) -> None:
+        """A line that no process may keep to itself."""
+        if self.active:
+            self.say(text, "yellow")
+        else:
+            print(text, file=sys.stderr)
+
+    def tick(self, step: int, numbers: str = "") -> None:
+        """Move the bar, at most a few times a second."""
+        if self.progress.disable or (
+            not numbers and time.monotonic() - self.drawn < REDRAW_SECONDS
+        ):
+            return
+        self.progress.update(self.bar, completed=step)
+        if numbers:
+            self.progress.update(self.bar, numbers=numbers)
+        self.progress.refresh()
+        self.drawn = time.monotonic()
+
+    def record(self, file: str, step: int, numbers: Mapping[str, float]) -> None:
+        """A row of a CSV file, and the same numbers for TensorBoard and Weights & Biases."""
+        if not self.active:
+            return
+        row = {"step": step, **{name: _short(value) for name, value in numbers.items()}}
+        path = self.output / file
+        fresh = not path.exists() or not path.stat().st_size
+        with path.open("a", newline="") as stream:
+            writer = csv.DictWriter(stream, list(row))
+            if fresh:
+                writer.writeheader()
+            writer.writerow(row)
+        part = file.removesuffix(".csv")
+        if self.tensorboard is not None:
+            for name, value in numbers.items():
+                self.tensorboard.add_scalar(f"{part}/{name}", value, step)
+        if self.wandb is not None:
+            self.wandb.log({f"{part}/{name}": value for name, value in numbers.items()}, step=step)
+
+
+class Timer:
+    """Samples a second, evaluation and saving not counted."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        paused_at = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - paused_at
+
+    def read(self) -> float:
+        """The rate since the last reading."""
+        now = time.perf_counter()
+        rate = self.samples / (now - self.began)
+        self.samples, self.began = 0, now
+        return rate
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory held so far: by tensors on a GPU, by the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _short(value: float) -> float | str:
+    return f"{value:.8g}" if isinstance(value, float) else value
+
+
+def _drop_rows_after(path: Path, step: int) -> None:
+    """Keep the rows up to a step; a last line that was cut off goes, too."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    reader = csv.DictReader(io.StringIO("".join(whole), newline=""))
+    kept = [row for row in reader if row["step"].isdecimal() and int(row["step"]) <= step]
+    if not kept:
+        path.unlink()
+        return
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(kept[0]))
+    writer.writeheader()
+    writer.writerows(kept)
+    replacement = path.with_suffix(".new")
+    write_durably(replacement, text.getvalue().encode())
+    replacement.replace(path)

@@ -1,0 +1,345 @@
+"""The Long Range Arena: settings, the papers' presets, and the task that the engine trains.
+
+train_longrange(settings)            -> Outcome, and OUTPUT/test.json with the test accuracy
+load_sequence_model("OUTPUT/best")   -> model, metadata
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import softfree
+from softfree.data.longrange import (
+    TASKS,
+    LongRangeData,
+    LongRangeDataset,
+    LongRangeTask,
+    PadSequences,
+    SequenceBatch,
+    load_longrange,
+)
+from softfree.layers import ATTENTIONS
+from softfree.models.sequence import POOLINGS, SequenceClassifier
+from softfree.training import checkpoint, distributed
+from softfree.training.classification import parse_model_kwargs
+from softfree.training.devices import amp_dtype_for, to_device
+from softfree.training.distributed import Processes
+from softfree.training.engine import Outcome, Task, train
+from softfree.training.settings import (
+    OptimSettings,
+    Overrides,
+    RunSettings,
+    parse_settings,
+    settings_to_json,
+    share_batch,
+)
+
+TEST_RESULT = "test.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRangeDataSettings:
+    """What the run reads."""
+
+    task: str = "listops"
+    """listops, text, retrieval, image or pathfinder"""
+    data_dir: str | None = None
+    """the task's files; listops needs none: it is made, and kept here or in the user's cache folder"""
+    listops_train: int = 96_000
+    """training samples of listops"""
+    listops_eval: int = 2_000
+    """dev samples, and test samples, of listops"""
+    listops_seed: int = 0
+    """of the samples of listops"""
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceModelSettings:
+    """The encoder."""
+
+    attention: str = "softpp"
+    """soft, softpp, softmax, linformer, performer, nystromformer or reformer"""
+    attention_options: tuple[str, ...] = ()
+    """settings of the attention: stride=32 (tokens of a SOFT landmark), kernel=softmax (Performer)"""
+    pooling: str = "mean"
+    """mean of the tokens, or cls: a class token"""
+    dim: int = 64
+    """channels"""
+    depth: int = 2
+    """blocks"""
+    num_heads: int = 2
+    """heads"""
+    mlp_dim: int = 128
+    """hidden channels of the MLPs"""
+    dropout: float = 0.1
+    """dropout after embedding and attention and in the MLPs"""
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRangeSettings:
+    """Settings of `softfree train longrange`."""
+
+    recipe: Annotated[str, tyro.conf.Suppress] = ""
+    data: LongRangeDataSettings = dataclasses.field(default_factory=LongRangeDataSettings)
+    model: SequenceModelSettings = dataclasses.field(default_factory=SequenceModelSettings)
+    optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Batch, steps, steps of warm-up, steps between evaluations, and loading processes of a task."""
+
+    batch_size: int
+    steps: int
+    warmup_steps: int
+    eval_every: int
+    workers: int = 2
+    lr: float = 1e-4
+
+
+# Batch, steps, warm-up and learning rate are those of the Nyströmformer's comparison, which the SOFT papers
+# took. It evaluates more often on listops (every 50 steps), retrieval (300) and pathfinder (312).
+PRESETS = {
+    "listops": Preset(batch_size=32, steps=5_000, warmup_steps=1_000, eval_every=100),
+    "text": Preset(batch_size=32, steps=20_000, warmup_steps=8_000, eval_every=500),
+    "retrieval": Preset(batch_size=32, steps=30_000, warmup_steps=800, eval_every=1_000),
+    "image": Preset(batch_size=256, steps=35_000, warmup_steps=175, eval_every=175, workers=8),
+    "pathfinder": Preset(batch_size=256, steps=62_400, warmup_steps=312, eval_every=624, workers=8),
+}
+
+
+def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
+    """The preset of a task; without a name, that of --task. Fewer --steps shorten the warm-up with them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--task", default=name or LongRangeDataSettings.task)
+    parser.add_argument("--steps", default="")
+    parser.add_argument("--batch-size", default="")
+    given, _ = parser.parse_known_args(argv)
+    check_task(given.task)
+    preset = PRESETS[given.task]
+    steps = int(given.steps) if given.steps.isdecimal() and int(given.steps) else preset.steps
+    batch_size = preset.batch_size if given.batch_size else share_batch(preset.batch_size)
+    return {
+        "data": dict(task=given.task),
+        "optim": dict(
+            batch_size=batch_size,
+            steps=steps,
+            warmup_steps=preset.warmup_steps * steps // preset.steps,
+            lr=preset.lr,
+            # As torch's OneCycleLR begins and ends.
+            warmup_lr=preset.lr / 25,
+            min_lr=preset.lr * 4e-6,
+            sched="linear",
+            weight_decay=0.0,
+        ),
+        "run": dict(
+            eval_every=min(preset.eval_every, steps), save_every="500", workers=preset.workers
+        ),
+        "recipe": given.task,
+    }
+
+
+def parse_longrange(argv: Sequence[str]) -> LongRangeSettings:
+    """Settings from the command line."""
+    return parse_settings(
+        LongRangeSettings,
+        argv,
+        recipe,
+        tuple(PRESETS),
+        prog="softfree train longrange",
+        description=(
+            "Train the sequence encoder on a task of the Long Range Arena.\n\n"
+            "--task sets the defaults below to the papers' for it. --config FILE takes a settings.json of "
+            "an earlier run instead. Flags win over both. Under torchrun, --batch-size is that of one "
+            "process. At the end the step that was best on dev is tested."
+        ),
+    )
+
+
+def check_task(name: str) -> None:
+    """Refuse a task that there is not."""
+    if name not in TASKS:
+        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {name!r}")
+
+
+def train_longrange(settings: LongRangeSettings, data: LongRangeData | None = None) -> Outcome:
+    """Train as the settings say, then test the step that was best on dev; the result is in test.json."""
+    task = LongRange(settings, data)
+    outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
+    # The processes have parted: the first one tests alone.
+    if not outcome.stopped and int(os.environ.get("RANK", 0)) == 0:
+        scores = score_checkpoint(
+            settings.run.output / "best",
+            task.data.test,
+            batch_size=settings.optim.batch_size,
+            workers=settings.run.workers,
+            amp_dtype=settings.optim.amp_dtype,
+            device=settings.run.device,
+        )
+        result = {**scores, "step": outcome.position.best_step}
+        path = settings.run.output / TEST_RESULT
+        checkpoint.write_durably(path, (json.dumps(result, indent=2) + "\n").encode())
+        Console(highlight=False, soft_wrap=True).print(
+            f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
+        )
+    return outcome
+
+
+class LongRange(Task):
+    """Sequences, or pairs of them, to classes, with cross-entropy."""
+
+    name = "longrange"
+    metric = "accuracy"
+
+    def __init__(self, settings: LongRangeSettings, data: LongRangeData | None = None):
+        check_task(settings.data.task)
+        self.settings = settings
+        self.task = TASKS[settings.data.task]
+        self.model_kwargs = model_arguments(settings.model, self.task)
+        with torch.device("meta"):
+            build(self.model_kwargs)
+        self.data = load_data(settings.data) if data is None else data
+        self.train_data, self.eval_data = self.data.train, self.data.dev
+        self.pad = PadSequences(self.task.length)
+
+    def build_model(self) -> nn.Module:
+        return build(self.model_kwargs)
+
+    def collate(self, samples: list[Any]) -> SequenceBatch:
+        return self.pad(samples)
+
+    def train_step(
+        self, model: nn.Module, batch: SequenceBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(batch.tokens, batch.mask)
+        hits = logits.argmax(-1) == batch.labels
+        return F.cross_entropy(logits, batch.labels), {"accuracy": 100 * hits.float().mean()}
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[SequenceBatch], processes: Processes
+    ) -> dict[str, float]:
+        return evaluate_sequences(model, batches, processes)
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "model": "sequence",
+            "model_kwargs": self.model_kwargs,
+            "longrange_task": self.task.name,
+            "class_names": list(self.data.class_names),
+            "softfree": softfree.__version__,
+        }
+
+
+def load_data(settings: LongRangeDataSettings) -> LongRangeData:
+    """The task's samples; says what it does while it makes those of listops."""
+    for flag, value in (
+        ("--listops-train", settings.listops_train),
+        ("--listops-eval", settings.listops_eval),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} must be at least 1, got {value}")
+    console = Console(stderr=True, highlight=False)
+
+    @functools.cache
+    def announce() -> None:
+        console.print("making the samples of listops, once", style="dim")
+
+    return load_longrange(
+        settings.task,
+        None if settings.data_dir is None else Path(settings.data_dir),
+        seed=settings.listops_seed,
+        listops_sizes=(settings.listops_train, settings.listops_eval, settings.listops_eval),
+        report=lambda count: announce(),
+    )
+
+
+def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dict[str, Any]:
+    """Keywords of :class:`SequenceClassifier`."""
+    if settings.attention not in ATTENTIONS:
+        raise ValueError(
+            f"--attention must be one of {', '.join(ATTENTIONS)}, got {settings.attention!r}"
+        )
+    if settings.pooling not in POOLINGS:
+        raise ValueError(
+            f"--pooling must be one of {', '.join(POOLINGS)}, got {settings.pooling!r}"
+        )
+    return {
+        **dataclasses.asdict(settings),
+        "attention_options": parse_model_kwargs(settings.attention_options),
+        "vocab_size": task.vocab_size,
+        "length": task.length,
+        "num_classes": task.num_classes,
+        "pair": task.pair,
+    }
+
+
+def build(arguments: dict[str, Any]) -> SequenceClassifier:
+    """The encoder; options it does not take are the user's mistake."""
+    try:
+        return SequenceClassifier(**arguments)
+    except TypeError as error:
+        raise ValueError(f"--attention-options: {error}") from error
+
+
+def evaluate_sequences(
+    model: nn.Module, batches: Iterable[SequenceBatch], processes: Processes
+) -> dict[str, float]:
+    """Accuracy in percent and the loss, over the batches of all processes."""
+    sums = torch.zeros(3, dtype=torch.float64, device=processes.device)
+    for batch in batches:
+        logits = model(batch.tokens, batch.mask).float()
+        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+        hits = (logits.argmax(-1) == batch.labels).sum()
+        sums += torch.stack([loss, hits, loss.new_tensor(len(logits))])
+    loss_sum, hit, count = distributed.total(sums, processes).tolist()
+    return {"accuracy": 100 * hit / count, "loss": loss_sum / count, "samples": int(count)}
+
+
+def load_sequence_model(
+    path: str | Path, device: torch.device | str = "cpu"
+) -> tuple[SequenceClassifier, dict[str, Any]]:
+    """The model of a checkpoint folder, ready to use, and its metadata."""
+    saved = checkpoint.read_checkpoint(path)
+    if saved.metadata.get("task") != LongRange.name:
+        raise ValueError(
+            f"{path} is a checkpoint of {saved.metadata.get('task')}, not of {LongRange.name}"
+        )
+    model = build(saved.metadata["model_kwargs"])
+    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), "the sequence encoder")
+    model.load_state_dict(saved.weights)
+    return model.eval().to(device), saved.metadata
+
+
+def score_checkpoint(
+    path: Path,
+    samples: LongRangeDataset,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    amp_dtype: str = "auto",
+    device: str = "auto",
+) -> dict[str, float]:
+    """Scores of a checkpoint folder on samples of its task, in this process alone."""
+    has_gpu = torch.cuda.is_available()
+    place = torch.device(device if device != "auto" else "cuda" if has_gpu else "cpu")
+    dtype = amp_dtype_for(amp_dtype, place)
+    model, _ = load_sequence_model(path, place)
+    loader = DataLoader(
+        samples, batch_size, collate_fn=PadSequences(model.length), num_workers=workers
+    )
+    with torch.no_grad(), torch.autocast(place.type, dtype=dtype, enabled=dtype is not None):
+        batches = (to_device(batch, place) for batch in loader)
+        return evaluate_sequences(model, batches, Processes(0, 1, place))

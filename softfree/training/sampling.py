@@ -1,0 +1,114 @@
+"""Which samples a step sees: a function of (seed, step), so that a run continues where it stopped.
+
+A key is (epoch, index). The epoch travels with the index to the loading processes, so these may work ahead
+into the next epoch, and a sample's augmentation depends on (seed, epoch, index) alone.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from softfree.data.images import seeded
+
+Key = tuple[int, int]
+
+
+class Augmented(Dataset):
+    """A data set whose items are asked for by key; random transforms are seeded by it."""
+
+    def __init__(self, dataset: Any, seed: int):
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: Key) -> Any:
+        epoch, index = key
+        with seeded(self.seed, epoch, index):
+            return self.dataset[index]
+
+
+class StepSampler(Sampler[list[Key]]):
+    """The batches of this process from step ``start`` to step ``stop``, across epochs.
+
+    A global batch is a stretch of the epoch's permutation; its slice number ``pass_ * processes + rank`` is
+    the process's. So two processes of batch b, or one with two accumulated passes, see in one step what
+    one process of batch 2 b sees. What is left at the end of an epoch is dropped.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        passes: int,
+        rank: int,
+        processes: int,
+        seed: int,
+        start: int,
+        stop: int,
+    ):
+        self.samples = samples
+        self.batch_size = batch_size
+        self.passes = passes
+        self.rank = rank
+        self.processes = processes
+        self.seed = seed
+        self.start = start
+        self.stop = stop
+        self.global_batch = batch_size * passes * processes
+        self.steps_per_epoch = samples // self.global_batch
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"one step takes {self.global_batch} samples (--batch-size {batch_size} x "
+                f"--grad-accum-steps {passes} x {processes} processes), but there are only {samples} "
+                "to train on; make --batch-size smaller"
+            )
+
+    def __len__(self) -> int:
+        return (self.stop - self.start) * self.passes
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        order: list[int] = []
+        shuffled_epoch = -1
+        for step in range(self.start, self.stop):
+            epoch, position = divmod(step, self.steps_per_epoch)
+            if epoch != shuffled_epoch:
+                generator = torch.Generator().manual_seed(self.seed + epoch)
+                order = torch.randperm(self.samples, generator=generator).tolist()
+                shuffled_epoch = epoch
+            for pass_ in range(self.passes):
+                part = pass_ * self.processes + self.rank
+                begin = position * self.global_batch + part * self.batch_size
+                yield [(epoch, index) for index in order[begin : begin + self.batch_size]]
+
+
+class EvalSampler(Sampler[list[int]]):
+    """Batches of the process's own share of the samples: each sample once, none repeated to fill up."""
+
+    def __init__(self, samples: int, batch_size: int, rank: int, processes: int):
+        self.indices = range(rank, samples, processes)
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(0, len(self.indices), self.batch_size):
+            yield list(self.indices[begin : begin + self.batch_size])
+
+
+def seed_all(*key: int) -> None:
+    """Seed Python's, numpy's and torch's generators (CPU and GPU in use) from the numbers of ``key``."""
+    state = np.random.SeedSequence(key).generate_state(2)
+    seed = int(state[0]) << 32 | int(state[1])
+    random.seed(seed)
+    np.random.seed(state)
+    # Not torch.manual_seed: where there is no GPU it takes a millisecond to note what to do if one came.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)

@@ -1,0 +1,286 @@
+"""Semantic segmentation: settings and recipes, and the task that the engine trains.
+
+train_segmentation(settings)             -> Outcome
+load_segmenter("OUTPUT/best", device)    -> model, metadata
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor, nn
+
+import softfree
+from softfree.data.segmentation import (
+    IGNORE,
+    EvalTransform,
+    SegmentationBatch,
+    SegmentationData,
+    collate_pictures,
+    collate_segmentation,
+    load_segmentation,
+    train_transform,
+)
+from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
+from softfree.training import checkpoint
+from softfree.training.classification import Normalize, check_model_name
+from softfree.training.dense import BackboneSettings, dense_parameter_groups, small_backbone
+from softfree.training.distributed import Processes
+from softfree.training.engine import Outcome, Task, train
+from softfree.training.settings import (
+    OptimSettings,
+    Overrides,
+    RunSettings,
+    settings_to_json,
+    share_batch,
+)
+
+AUXILIARY_WEIGHT = 0.4
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentationDataSettings:
+    """What the run reads, and how pictures are cut."""
+
+    data_dir: str | None = None
+    """folder in the layout of ADE20K, Cityscapes or PASCAL VOC, or with images/train, images/val,
+    masks/train, masks/val and classes.txt; none: the embedded shapes"""
+    ignore_label: int = IGNORE
+    """value in masks/ that stands for no class"""
+    check_data: bool = True
+    """look at every class map before training"""
+    crop: int = 512
+    """training: side of the square that is cut out at random"""
+    short_side: int = 512
+    """short side that pictures are resized to, in training before the cut; 0: as they are"""
+    scales: tuple[float, float] = (1.0, 1.0)
+    """training: the short side is multiplied by a random number from here to here"""
+    window: int = 0
+    """evaluation: side of the windows that slide over a picture; 0: the whole picture at once"""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderSettings:
+    """What lies on top of the backbone: UPerNet."""
+
+    width: int = 512
+    """channels of the decoder"""
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentationSettings:
+    """Settings of `softfree train segmentation`."""
+
+    recipe: Annotated[str, tyro.conf.Suppress] = ""
+    data: SegmentationDataSettings = dataclasses.field(default_factory=SegmentationDataSettings)
+    decoder: DecoderSettings = dataclasses.field(default_factory=DecoderSettings)
+    backbone: BackboneSettings = dataclasses.field(default_factory=BackboneSettings)
+    optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+
+
+RECIPES = ("ade20k", "cityscapes", "shapes")
+
+
+def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
+    """What a recipe changes. Without a name: "shapes" without data, "ade20k" with."""
+    given = {argument.split("=")[0] for argument in argv}
+    if not name:
+        name = "ade20k" if "--data-dir" in given else "shapes"
+    # The paper's: AdamW, learning rate 6e-4, no scaling at random. MMSegmentation's "poly" of power 1 is a
+    # straight line; its warm-up takes 1500 steps.
+    common = dict(
+        lr=6e-4, min_lr=0.0, sched="linear", warmup_steps=1500, warmup_lr=1e-6, weight_decay=0.01,
+        clip_grad=1.0,
+    )  # fmt: skip
+    if name == "ade20k":
+        chosen: dict[str, dict[str, Any]] = {
+            "optim": dict(common, steps=160_000),
+            "run": dict(eval_every=16_000),
+        }
+    elif name == "cityscapes":
+        chosen = {
+            "data": dict(crop=768, short_side=1024),
+            "optim": dict(common, steps=40_000),
+            "run": dict(eval_every=4_000),
+        }
+    else:
+        chosen = {
+            "data": dict(crop=96, short_side=0),
+            "decoder": dict(width=64),
+            "backbone": dict(model_kwargs=small_backbone(argv)),
+            "optim": dict(
+                steps=1500, lr=2e-3, min_lr=1e-5, warmup_steps=50, weight_decay=0.05, clip_grad=1.0
+            ),
+            "run": dict(workers=0, eval_every=500),
+        }
+    batches = {"ade20k": 16, "cityscapes": 8, "shapes": 8}
+    if "--batch-size" not in given:
+        chosen["optim"]["batch_size"] = share_batch(batches[name])
+    return {**chosen, "recipe": name}  # type: ignore[dict-item]
+
+
+def train_segmentation(settings: SegmentationSettings) -> Outcome:
+    """Train a segmentation network as the settings say."""
+    return train(Segmentation(settings), settings.optim, settings.run, settings_to_json(settings))
+
+
+class Segmentation(Task):
+    """Pictures to a class for every pixel, with cross-entropy and an auxiliary head."""
+
+    name = "segmentation"
+    metric = "mIoU"
+
+    def __init__(self, settings: SegmentationSettings, data: SegmentationData | None = None):
+        self.settings = settings
+        given = settings.data
+        check_model_name(settings.backbone.model)
+        if data is None:
+            data = load_segmentation(
+                given.data_dir, ignore_label=given.ignore_label, check=given.check_data
+            )
+        self.class_names = data.class_names
+        self.train_data, self.eval_data = data.train, data.val
+        short_side = given.short_side or None
+        self.train_data.transform = train_transform(
+            given.crop, short_side=short_side, scales=given.scales
+        )
+        self.eval_data.transform = EvalTransform(short_side)
+        self.normalize = Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+
+    def build_model(self) -> nn.Module:
+        return build_segmenter(
+            self.metadata(), backbone_checkpoint=self.settings.backbone.backbone_checkpoint or None
+        )
+
+    def metadata(self) -> dict[str, Any]:
+        backbone = self.settings.backbone
+        return {
+            "model": backbone.model,
+            "arguments": dict(
+                width=self.settings.decoder.width,
+                frozen_bn=backbone.frozen_bn,
+                backbone_kwargs=backbone.arguments(),
+            ),
+            "class_names": list(self.class_names),
+            "short_side": self.settings.data.short_side,
+            "window": self.settings.data.window,
+            "mean": list(IMAGENET_DEFAULT_MEAN),
+            "std": list(IMAGENET_DEFAULT_STD),
+            "softfree": softfree.__version__,
+        }
+
+    def collate(self, samples: list[Any]) -> SegmentationBatch:
+        return collate_segmentation(samples, refill=True)
+
+    def collate_eval(self, samples: list[Any]) -> SegmentationBatch:
+        return collate_pictures(samples)
+
+    def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
+        return dense_parameter_groups(model, model.network.encoder.model, optim)  # type: ignore[union-attr, arg-type]
+
+    def train_step(
+        self, model: nn.Module, batch: SegmentationBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if not len(batch.images):
+            first = batch.unreadable[0]
+            raise ValueError(
+                f"none of the {len(batch.unreadable)} pictures of a batch can be read, "
+                f"e.g. {first.path}: {first.reason}"
+            )
+        logits, auxiliary = model(self.normalize(batch.images))
+        size = batch.masks.shape[-2:]
+        main = _cross_entropy(resize_logits(logits, size), batch.masks)
+        aux = _cross_entropy(resize_logits(auxiliary, size, AUXILIARY_STRIDE), batch.masks)
+        return main + AUXILIARY_WEIGHT * aux, {"main": main, "auxiliary": aux}
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[SegmentationBatch], processes: Processes
+    ) -> dict[str, float]:
+        scores, _ = evaluate_segmenter(
+            model,
+            batches,
+            self.normalize,
+            len(self.class_names),
+            processes,
+            window=self.settings.data.window,
+        )
+        return scores
+
+
+def evaluate_segmenter(
+    model: nn.Module,
+    batches: Iterable[SegmentationBatch],
+    normalize: Normalize,
+    num_classes: int,
+    processes: Processes,
+    window: int = 0,
+) -> tuple[dict[str, float], list[float]]:
+    """mIoU and pixel accuracy in percent, over the pictures of all processes, and the IoU of each class.
+
+    Intersections and unions are summed over all pictures before they are divided. A class that occurs
+    neither in the truth nor in the predictions does not count in the mean; its own IoU is NaN.
+    """
+    from torchmetrics.classification import (
+        MulticlassAccuracy,
+        MulticlassConfusionMatrix,
+        MulticlassJaccardIndex,
+    )
+
+    common: dict[str, Any] = dict(ignore_index=IGNORE, validate_args=False)
+    miou = MulticlassJaccardIndex(num_classes, average="macro", **common).to(processes.device)
+    accuracy = MulticlassAccuracy(num_classes, average="micro", **common).to(processes.device)
+    confusion = MulticlassConfusionMatrix(num_classes, **common).to(processes.device)
+    for batch in batches:
+        for image, mask in zip(batch.images, batch.masks, strict=True):
+            classes = predict_classes(model, normalize(image[None]), mask.shape, window)
+            for metric in (miou, accuracy, confusion):
+                metric.update(classes, mask[None])
+    counts = confusion.compute().double()
+    overlap, union = counts.diag(), counts.sum(0) + counts.sum(1) - counts.diag()
+    scores = {"mIoU": 100 * miou.compute().item(), "accuracy": 100 * accuracy.compute().item()}
+    return scores, (100 * overlap / union).tolist()
+
+
+def predict_classes(
+    model: nn.Module, image: Tensor, size: Sequence[int], window: int = 0
+) -> Tensor:
+    """The class of every pixel, (1, *size) int64, from a normalised picture (1, 3, H, W)."""
+    logits = segment(model, image, window or None)
+    if logits.shape[-2:] != tuple(size):
+        logits = F.interpolate(logits, size=tuple(size), mode="bilinear")
+    return logits.argmax(1)
+
+
+def _cross_entropy(logits: Tensor, classes: Tensor) -> Tensor:
+    """Mean over the pixels that have a class; 0 where none has, of which a plain mean makes NaN."""
+    total = F.cross_entropy(logits, classes, ignore_index=IGNORE, reduction="sum")
+    return total / (classes != IGNORE).sum().clamp(min=1)
+
+
+def build_segmenter(metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
+    """The network that a checkpoint's metadata describe, with new weights."""
+    return upernet(
+        metadata["model"], len(metadata["class_names"]), **metadata["arguments"], **kwargs
+    )
+
+
+def load_segmenter(
+    path: str | Path, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a checkpoint folder, ready to use, and its metadata."""
+    saved = checkpoint.read_checkpoint(path)
+    if saved.metadata.get("task") != Segmentation.name:
+        raise ValueError(
+            f"{path} is a checkpoint of {saved.metadata.get('task')}, not of segmentation"
+        )
+    check_model_name(saved.metadata["model"])
+    model = build_segmenter(saved.metadata)
+    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])
+    model.load_state_dict(saved.weights)
+    return model.eval().to(device), saved.metadata

@@ -1,0 +1,244 @@
+"""Settings every task shares, and how they reach a run: defaults, then recipe, then file, then flags."""
+
+import argparse
+import dataclasses
+import json
+import os
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tyro
+
+Settings = TypeVar("Settings")
+Overrides = Mapping[str, Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimSettings:
+    """The optimizer (AdamW), its schedule, and the precision."""
+
+    batch_size: int = 128
+    """samples of one process in one forward pass"""
+    grad_accum_steps: int = 1
+    """forward passes summed up in one step of the optimizer"""
+    epochs: int = 300
+    """passes over the training data"""
+    steps: int = 0
+    """steps of the optimizer; above 0, this counts and not --epochs"""
+    lr: float = 1e-3
+    """highest learning rate"""
+    min_lr: float = 5e-5
+    """learning rate at the end (cosine, linear)"""
+    sched: Literal["cosine", "linear", "multistep"] = "cosine"
+    """from the highest learning rate to the lowest: cosine, a straight line, or drops"""
+    warmup_epochs: float = 0.0
+    """epochs in which the learning rate rises in a straight line"""
+    warmup_steps: int = 0
+    """the same in steps; above 0, this counts and not --warmup-epochs"""
+    warmup_lr: float = 0.0
+    """where the rise begins"""
+    decay_milestones: tuple[int, ...] = ()
+    """with --sched multistep: epochs (steps, with --steps) after which the learning rate drops"""
+    decay_rate: float = 0.1
+    """with --sched multistep: factor of a drop"""
+    weight_decay: float = 0.05
+    """AdamW's weight decay; biases, norms and position embeddings have none"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's betas"""
+    layer_decay: float = 1.0
+    """learning rate of a layer over that of the layer after it; 1: the same for all"""
+    clip_grad: float = 0.0
+    """largest norm of the gradient, larger ones are scaled down; 0: no limit"""
+    amp_dtype: Literal["auto", "none", "bfloat16", "float16"] = "auto"
+    """autocast; auto: bfloat16 on a GPU, none on a CPU"""
+    model_ema: bool = False
+    """keep a moving average of the weights, and evaluate that"""
+    model_ema_decay: float = 0.9998
+    """share of the old average in the new one"""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """Where a run goes, how it is saved, logged and spread over devices."""
+
+    output: Path = Path("output")
+    """folder for checkpoints, logs and settings"""
+    resume: str = ""
+    """continue from this checkpoint folder; 'auto': from OUTPUT/last if there is one"""
+    save_every: str = "1e"
+    """save OUTPUT/last every so many epochs (2e), steps (500) or seconds (600s)"""
+    eval_every: int = 0
+    """evaluate every so many steps; 0: after each epoch (and at the end)"""
+    seed: int = 42
+    """of weights, order and augmentation of the data, dropout"""
+    device: str = "auto"
+    """cuda, cpu, or auto: a GPU if there is one"""
+    workers: int = 4
+    """processes that load data, for each training process; 0: none beside it"""
+    log_interval: int = 50
+    """steps between two lines of the log"""
+    log_tensorboard: bool = False
+    """also write TensorBoard's files into OUTPUT/tensorboard"""
+    log_wandb: bool = False
+    """also log to Weights & Biases"""
+    max_skipped: int = 20
+    """stop after so many steps in a row without a finite gradient"""
+    channels_last: bool = False
+    """keep weights and images with the channels last in memory"""
+    torchcompile: bool = False
+    """compile the model with torch.compile"""
+    grad_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    sync_bn: bool = False
+    """batch norms count the samples of all processes (GPU only)"""
+    fsdp: bool = False
+    """share out weights and optimizer among the processes (FSDP2) instead of copying them (DDP)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """How often: every ``every`` epochs, steps or seconds."""
+
+    every: int
+    unit: Literal["epochs", "steps", "seconds"]
+
+    @classmethod
+    def parse(cls, text: str) -> "Interval":
+        """
+        Example:
+            >>> Interval.parse("2e"), Interval.parse("600s").unit, Interval.parse("500").unit
+            (Interval(every=2, unit='epochs'), 'seconds', 'steps')
+        """
+        units: dict[str, Literal["epochs", "steps", "seconds"]] = {"e": "epochs", "s": "seconds"}
+        unit = units.get(text[-1:], "steps")
+        number = text if unit == "steps" else text[:-1]
+        if not number.isdecimal() or int(number) < 1:
+            raise ValueError(
+                f"--save-every must be a number of epochs (2e), steps (500) or seconds (600s), "
+                f"got {text!r}"
+            )
+        return cls(int(number), unit)
+
+
+def check_settings(optim: OptimSettings, run: RunSettings) -> None:
+    """Refuse values that can't be meant, by the names of their flags."""
+    Interval.parse(run.save_every)
+    at_least = {
+        "--batch-size": (optim.batch_size, 1),
+        "--grad-accum-steps": (optim.grad_accum_steps, 1),
+        "--epochs": (optim.epochs, 1),
+        "--steps": (optim.steps, 0),
+        "--lr": (optim.lr, 0),
+        "--warmup-epochs": (optim.warmup_epochs, 0),
+        "--warmup-steps": (optim.warmup_steps, 0),
+        "--weight-decay": (optim.weight_decay, 0),
+        "--clip-grad": (optim.clip_grad, 0),
+        "--workers": (run.workers, 0),
+        "--log-interval": (run.log_interval, 1),
+        "--eval-every": (run.eval_every, 0),
+        "--max-skipped": (run.max_skipped, 1),
+    }
+    for flag, (value, lowest) in at_least.items():
+        if not value >= lowest:
+            raise ValueError(f"{flag} must be at least {lowest}, got {value}")
+    if not 0 < optim.layer_decay <= 1:
+        raise ValueError(f"--layer-decay must lie in (0, 1], got {optim.layer_decay}")
+    if not 0 <= optim.model_ema_decay < 1:
+        raise ValueError(f"--model-ema-decay must lie in [0, 1), got {optim.model_ema_decay}")
+
+
+def parse_settings(
+    kind: type[Settings],
+    argv: Sequence[str],
+    recipe_of: Callable[[str, Sequence[str]], Overrides],
+    recipes: Sequence[str],
+    prog: str,
+    description: str,
+) -> Settings:
+    """Settings of a task from the command line.
+
+    ``kind`` is a frozen dataclass of dataclasses with a field ``recipe``. ``recipe_of(name, argv)`` gives
+    what a recipe changes, e.g. ``{"optim": {"lr": 5e-4}}``; its name may be "", if none was asked for.
+    ``--config FILE`` takes a settings.json in its place. Flags win over both.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe", default="")
+    first.add_argument("--config", default="")
+    chosen, rest = first.parse_known_args([_with_hyphens(a) for a in argv])
+    if chosen.recipe and chosen.recipe not in recipes:
+        raise ValueError(f"--recipe must be one of {', '.join(recipes)}, got {chosen.recipe!r}")
+    if chosen.recipe and chosen.config:
+        raise ValueError("--recipe and --config can't be used together: the file has its recipe")
+    if chosen.config:
+        default = read_settings(kind, Path(chosen.config))
+    else:
+        default = override(kind(), recipe_of(chosen.recipe, rest))
+    return tyro.cli(
+        kind,
+        args=rest,
+        default=default,
+        prog=prog,
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _with_hyphens(argument: str) -> str:
+    return argument.replace("_", "-") if argument.startswith("--") else argument
+
+
+def override(settings: Settings, overrides: Overrides) -> Settings:
+    """``settings`` with some fields of its parts changed."""
+    parts: Any = settings
+    changed = {
+        name: dataclasses.replace(getattr(parts, name), **value)
+        if isinstance(value, Mapping)
+        else value
+        for name, value in overrides.items()
+    }
+    return dataclasses.replace(parts, **changed)
+
+
+def settings_to_json(settings: Any) -> str:
+    """Settings as JSON, by part and name of the flag."""
+    return json.dumps(dataclasses.asdict(settings), indent=2, default=str) + "\n"
+
+
+def read_settings(kind: type[Settings], path: Path) -> Settings:
+    """Settings that :func:`settings_to_json` wrote."""
+    try:
+        return _from_plain(kind, json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"--config {path} does not exist") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--config {path} is no settings.json of this command: {error}") from error
+
+
+def _from_plain(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass from what JSON made of it: lists become tuples, names become paths."""
+    hints = typing.get_type_hints(kind)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ValueError(f"it has {', '.join(unknown)}, unknown here")
+    made = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = _from_plain(hints[name], value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif hints[name] is Path:
+            value = Path(value)
+        made[name] = value
+    return kind(**made)
+
+
+def share_batch(global_batch: int) -> int:
+    """A recipe's batch shared out among the processes that torchrun started."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if global_batch % processes:
+        raise ValueError(
+            f"the recipe's batch of {global_batch} can't be shared out among {processes} processes; "
+            "give --batch-size, the batch of one process"
+        )
+    return global_batch // processes

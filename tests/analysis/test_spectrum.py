@@ -1,0 +1,43 @@
+"""Fig. 6b on synthetic features: the spectral norm grows with m, and not with the normalisation."""
+
+import torch
+
+from softfree.analysis.spectrum import spectral_norms
+
+
+def fields(m: int, heads: int = 8, channels: int = 12) -> torch.Tensor:
+    """Landmarks that fall into a few fields, as the papers assume of images: (heads, m, channels)."""
+    generator = torch.Generator().manual_seed(0)
+    centres = 3 * torch.randn(heads, 4, channels, generator=generator)
+    member = torch.randint(4, (heads, m, 1), generator=generator).expand(-1, -1, channels)
+    return centres.gather(1, member) + 0.35 * torch.randn(heads, m, channels, generator=generator)
+
+
+def test_the_norm_grows_with_landmarks_without_normalisation_and_hardly_with_it():
+    counts = (49, 144, 400)
+    without, normalized = zip(
+        *([norm.mean().item() for norm in spectral_norms(fields(m), 1.0)] for m in counts),
+        strict=True,
+    )
+    assert without[0] < without[1] < without[2]
+    assert without[2] > 5 * without[0]
+    assert max(normalized) < 1.5 * min(normalized)
+    assert max(normalized) < min(without)
+
+
+def test_norms_are_those_of_the_pseudo_inverse():
+    landmarks = torch.randn(3, 12, 4).double()
+    a = torch.exp(-0.5 * 0.7 * torch.cdist(landmarks, landmarks).square())
+    inverse = torch.linalg.pinv(a, hermitian=True)
+    root = a.sum(-1).rsqrt()
+    scaled = root[:, :, None] * inverse * root[:, None, :]
+    without, normalized = spectral_norms(landmarks, 0.7)
+    torch.testing.assert_close(without, torch.linalg.matrix_norm(inverse, 2))
+    torch.testing.assert_close(normalized, torch.linalg.matrix_norm(scaled, 2))
+
+
+def test_landmarks_that_coincide_leave_the_norm_finite():
+    landmarks = torch.randn(1, 6, 4)
+    landmarks[0, 1] = landmarks[0, 0]
+    without, normalized = spectral_norms(landmarks, 1.0)
+    assert without.isfinite().all() and normalized.isfinite().all() and without.max() < 1e3

@@ -1,0 +1,143 @@
+"""The dense commands from end to end on a few small shapes: train, validate, predict, check the data."""
+
+import csv
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("faster_coco_eval")
+pytest.importorskip("segmentation_models_pytorch")
+pytest.importorskip("torchmetrics")
+
+import softfree.data.detection
+import softfree.data.segmentation
+from softfree.commands import check_data, predict, train, validate
+from softfree.data.shapes import draw_shapes
+
+FAST = [
+    "--steps", "2", "--warmup-steps", "1", "--batch-size", "2", "--width", "16", "--eval-every", "0",
+    "--model-kwargs", "embed_dims=16,32,48,64", "num_heads=1,2,3,4", "depths=1,1,1,1",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _few_shapes(monkeypatch):
+    for module, name in (
+        (softfree.data.detection, "load_detection"),
+        (softfree.data.segmentation, "load_segmentation"),
+    ):
+        defaults = getattr(module, name).__kwdefaults__
+        monkeypatch.setitem(defaults, "shapes", (4, 2))
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / "street.png"
+    Image.fromarray(draw_shapes(0).image).save(path)
+    return path
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask-rcnn"])
+def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detector, monkeypatch):
+    out = tmp_path / "out"
+    more = ["--detector", detector, "--proposals", "16"]
+    assert train.main(["detection", "--output", str(out), *FAST, *more]) == 0
+    table = tmp_path / "scores.csv"
+    best = ["--checkpoint", str(out / "best")]
+    assert validate.main(
+        ["detection", *best, "--workers", "0", "--results-file", str(table)]
+    ) == 0  # fmt: skip
+    rows = list(csv.DictReader(table.open()))
+    assert [row["kind"] for row in rows] == (
+        ["box", "mask"] if detector == "mask-rcnn" else ["box"]
+    )
+    assert {"AP", "AP50", "AP75", "APS", "APM", "APL"} <= rows[0].keys()
+    assert "AP50" in capsys.readouterr().out
+
+    # So that a detector after two steps has something to show.
+    monkeypatch.setattr("softfree.commands._predict_dense.LEAST_SCORE", 0.0)
+    drawn = tmp_path / "drawn"
+    assert predict.main([str(picture), *best, "--draw", str(drawn), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[0])
+    for entry in result["objects"]:
+        assert entry["label"] in ("circle", "square", "triangle", "star", "cross")
+        assert len(entry["box"]) == 4
+        assert ("mask" in entry) == (detector == "mask-rcnn")
+    [path] = drawn.iterdir()
+    assert min(Image.open(path).size) >= 384
+
+
+def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
+    out = tmp_path / "out"
+    assert train.main(["segmentation", "--output", str(out), *FAST]) == 0
+    best = ["--checkpoint", str(out / "best")]
+    assert validate.main(["segmentation", *best, "--workers", "0", "--window", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert "mIoU" in printed
+    assert "triangle" in printed
+    drawn = tmp_path / "drawn"
+    assert predict.main([str(picture), *best, "--draw", str(drawn), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert sum(entry["share"] for entry in result["classes"]) == pytest.approx(1)
+    [path] = drawn.iterdir()
+    width, height = Image.open(path).size
+    # The list of classes stands beside the picture.
+    assert width > height >= 384
+
+
+def test_a_detector_drawn_shows_its_boxes_in_their_place(tmp_path, picture):
+    from softfree.commands._predict_dense import ObjectDetector, colour
+
+    detector = object.__new__(ObjectDetector)
+    detector.class_names = ["background", "circle"]
+    result = {"objects": [{"label": "circle", "score": 0.9, "box": [30.0, 40.0, 80.0, 90.0]}]}
+    detector.draw(tmp_path / "a.png", Image.open(picture).convert("RGB"), result)
+    drawn = Image.open(tmp_path / "a.png")
+    scale = drawn.width // 96
+    assert drawn.getpixel((30 * scale + 1, 65 * scale)) == colour(1)
+    assert drawn.getpixel((55 * scale, 90 * scale - 1)) == colour(1)
+
+
+def test_data_of_other_classes_than_the_checkpoints_are_refused(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train.main(["segmentation", "--output", str(out), *FAST]) == 0
+    for split in ("train", "val"):
+        for folder, size in (("images", (8, 8)), ("masks", (8, 8))):
+            path = tmp_path / "data" / folder / split / "a.png"
+            path.parent.mkdir(parents=True)
+            Image.new("L" if folder == "masks" else "RGB", size).save(path)
+    (tmp_path / "data" / "classes.txt").write_text("road\n")
+    with pytest.raises(ValueError, match=r"knows 6 classes .*--data-dir has 1"):
+        validate.main(
+            [
+                "segmentation",
+                "--checkpoint",
+                str(out / "best"),
+                "--data-dir",
+                str(tmp_path / "data"),
+            ]
+        )
+
+
+@pytest.mark.parametrize("task", ["detection", "segmentation"])
+def test_the_embedded_shapes_have_no_faults(capsys, task):
+    assert check_data.main([task]) == 0
+    printed = capsys.readouterr().out
+    assert "train: 4 pictures" in printed
+    assert "no faults found" in printed
+
+
+def test_faults_are_named(tmp_path):
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "instances_train.json").write_text("{}")
+    with pytest.raises(ValueError, match="instances_train.json is no COCO file"):
+        check_data.main(["detection", "--data-dir", str(tmp_path)])
+
+
+def test_colours_differ_between_classes():
+    from softfree.commands._predict_dense import colour
+
+    assert len({colour(index) for index in range(21)}) == 21
+    assert torch.tensor([colour(i) for i in range(150)]).max() <= 255

@@ -1,0 +1,175 @@
+"""`softfree predict`: files, folders and patterns in; a table, JSON lines and drawings out."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from softfree.commands import predict, train
+from softfree.commands._drawing import draw_classes
+from softfree.commands._picture import landscape
+from softfree.data import load_images, open_image
+from softfree.training.classification import Normalize, eval_transform, load_classifier
+
+TINY = ["embed_dims=32,32,32,32", "num_heads=1,1,1,1", "depths=1,1,1,1"]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Of a model that has learned nearly nothing: what it says is compared with its own logits."""
+    output = tmp_path_factory.mktemp("run")
+    short = ["--steps", "2", "--warmup-steps", "1", "--device", "cpu", "--output", str(output)]
+    assert train.main(["classification", *short, "--model-kwargs", *TINY]) == 0
+    return str(output / "best")
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Three digits and a landscape, two of them deeper."""
+    folder = tmp_path / "pictures"
+    (folder / "deeper").mkdir(parents=True)
+    digits = load_images(None).val
+    digits.read(0)[0].save(folder / "a.png")
+    digits.read(1)[0].save(folder / "b [1].png")
+    digits.read(2)[0].save(folder / "deeper" / "a.png")
+    landscape(90, 60).save(folder / "deeper" / "wide.jpg")
+    return folder
+
+
+def run(checkpoint: str, *arguments: object) -> int:
+    words = [str(a) for a in arguments]
+    return predict.main([*words, "--checkpoint", checkpoint, "--device", "cpu"])
+
+
+def json_lines(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_json_lines_hold_the_likeliest_classes_of_the_models_own_logits(
+    checkpoint, pictures, capsys
+):
+    assert run(checkpoint, pictures, "--topk", 3, "--batch-size", 2, "--json") == 0
+    results = json_lines(capsys.readouterr().out)
+    paths = [pictures / "a.png", pictures / "b [1].png"]
+    paths += [pictures / "deeper" / "a.png", pictures / "deeper" / "wide.jpg"]
+    assert [result["path"] for result in results] == list(map(str, paths))
+    model, metadata = load_classifier(checkpoint)
+    prepare, normalize = eval_transform(metadata), Normalize(metadata["mean"], metadata["std"])
+    for path, result in zip(paths, results, strict=True):
+        with torch.no_grad():
+            logits = model(normalize(prepare(open_image(path))[None]))[0]
+        expected = logits.softmax(-1).topk(3)
+        found = result["predictions"]
+        assert [p["index"] for p in found] == expected.indices.tolist()
+        assert [p["label"] for p in found] == [str(i) for i in expected.indices.tolist()]
+        chances = torch.tensor([p["probability"] for p in found])
+        torch.testing.assert_close(chances, expected.values, atol=1e-4, rtol=1e-4)
+
+
+def test_table_names_every_picture_once(checkpoint, pictures, capsys):
+    assert run(checkpoint, pictures / "a.png", pictures, pictures / "b [1].png") == 0
+    out = capsys.readouterr().out
+    assert out.count("pictures/a.png") == out.count("b [1].png") == 1
+    assert "likeliest" in out and out.count("%") == 4 * 5
+
+
+def test_patterns_are_expanded_and_other_sizes_taken(checkpoint, pictures, capsys):
+    pattern = str(pictures / "**" / "a.png")
+    assert run(checkpoint, pattern, "--json", "--img-size", 64) == 0
+    found = [line["path"] for line in json_lines(capsys.readouterr().out)]
+    assert found == [str(pictures / "a.png"), str(pictures / "deeper" / "a.png")]
+
+
+def test_more_classes_than_there_are_gives_all_and_chances_sum_to_one(checkpoint, pictures, capsys):
+    assert run(checkpoint, pictures / "a.png", "--topk", 99, "--json") == 0
+    [result] = json_lines(capsys.readouterr().out)
+    assert len(result["predictions"]) == 10
+    assert sum(p["probability"] for p in result["predictions"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_unreadable_files_are_named_and_counted_and_the_others_predicted(
+    checkpoint, pictures, tmp_path, capsys
+):
+    (pictures / "aa_empty.png").write_bytes(b"")
+    output = tmp_path / "new" / "results.jsonl"
+    assert run(checkpoint, pictures, "--output", output) == 0
+    captured = capsys.readouterr()
+    assert "1 of 5 pictures could not be read" in captured.err
+    assert "aa_empty.png: the file is empty" in captured.err
+    assert "pictures/a.png" in captured.out and f"results written to {output}" in captured.out
+    lines = json_lines(output.read_text())
+    assert [line.get("error") for line in lines] == [None, "the file is empty", None, None, None]
+    assert all("predictions" in line for line in lines if "error" not in line)
+
+
+def test_exit_code_is_1_if_nothing_could_be_read(checkpoint, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("no picture")
+    assert run(checkpoint, tmp_path / "notes.txt", "--json") == 1
+    [line] = json_lines(capsys.readouterr().out)
+    assert line == {"path": str(tmp_path / "notes.txt"), "error": line["error"]}
+
+
+def test_drawings_have_a_name_of_their_own_each(checkpoint, pictures, tmp_path, capsys):
+    assert run(checkpoint, pictures, "--draw", tmp_path / "drawn") == 0
+    names = sorted(path.name for path in (tmp_path / "drawn").iterdir())
+    assert names == ["1_a.png", "2_b [1].png", "3_a.png", "4_wide.png"]
+    with Image.open(tmp_path / "drawn" / "1_a.png") as drawing:
+        assert drawing.size == (1080, 480)
+
+
+def test_longest_bar_belongs_to_the_likeliest_class(tmp_path):
+    draw_classes(tmp_path / "a.png", landscape(40, 30), ["$lake_1", "b" * 99], [0.9, 0.1])
+    pixels = torch.frombuffer(
+        bytearray(open_image(tmp_path / "a.png").tobytes()), dtype=torch.uint8
+    )
+    right_half = pixels.view(480, 1080, 3)[:, 540:].int()
+    blue = (right_half[..., 2] - right_half[..., 0] > 120).sum(1)
+    grey = ((right_half - torch.tensor([0x8C, 0x95, 0x9F])).abs().sum(-1) < 10).sum(1)
+    assert blue.max() > 5 * grey.max() > 0
+
+
+def test_names_that_lead_nowhere_are_refused(checkpoint, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no picture at .*nowhere\.png"):
+        run(checkpoint, tmp_path / "nowhere.png")
+    with pytest.raises(FileNotFoundError, match=r"no picture at .*\*\.png"):
+        run(checkpoint, tmp_path / "*.png")
+    with pytest.raises(FileNotFoundError, match=r"no picture in the folder .*\.jpg"):
+        run(checkpoint, tmp_path)
+    with pytest.raises(ValueError, match=r"no picture given"):
+        run(checkpoint)
+
+
+def test_wrong_options_are_refused(checkpoint, pictures, tmp_path):
+    for option in ("--topk", "--batch-size", "--img-size"):
+        with pytest.raises(ValueError, match=rf"{option} must be above 0, got 0"):
+            run(checkpoint, pictures, option, 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--draw must name a folder"):
+        run(checkpoint, pictures, "--draw", tmp_path / "file")
+    with pytest.raises(ValueError, match=r"--output must name a file"):
+        run(checkpoint, pictures, "--output", tmp_path)
+
+
+@pytest.mark.parametrize("task", predict.PREDICTORS)
+def test_every_task_has_a_predictor(task):
+    module, kind = predict.PREDICTORS[task]
+    offered = dir(getattr(importlib.import_module(module), kind))
+    assert {"titles", "predict", "cells", "draw"} <= set(offered)
+
+
+def test_folder_that_is_no_checkpoint_and_task_without_a_predictor_are_refused(pictures, tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint folder"):
+        run(str(tmp_path), pictures)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metadata.json").write_text('{"task": "juggling"}')
+    with pytest.raises(
+        ValueError, match=r"is of the task 'juggling'; predict knows classification"
+    ):
+        run(str(tmp_path / "other"), pictures)

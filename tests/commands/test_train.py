@@ -1,0 +1,174 @@
+"""`softfree train`: a folder of pictures, or none, to a checkpoint; bad files are left out; errors are clear."""
+
+import csv
+import errno
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import softfree_cli
+from softfree.commands import train
+from softfree.training import classification
+from softfree.training.guard import NonFiniteError
+
+SMALL = ["--img-size", "32", "--workers", "0", "--device", "cpu", "--batch-size", "4"]
+SMALL += ["--model-kwargs", "embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1"]
+SHORT = [*SMALL, "--epochs", "1", "--warmup-epochs", "0", "--log-interval", "1"]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two classes, dark and bright, of eight and three pictures."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 3)):
+        for name, level in (("dark", 30), ("bright", 200)):
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(level, level + 50, (40, 48, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    return tmp_path / "data"
+
+
+def run(*argv):
+    return softfree_cli.main(["train", "classification", *map(str, argv)])
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_folders_of_pictures_give_a_checkpoint_that_knows_its_classes(folders, tmp_path, capsys):
+    output = tmp_path / "out"
+    assert run("--data-dir", folders, "--output", output, *SHORT) == 0
+    metadata = json.loads((output / "best" / "metadata.json").read_text())
+    assert metadata["class_names"] == ["bright", "dark"] and metadata["img_size"] == 32
+    assert len(rows(output / "train.csv")) == 4
+    (score,) = rows(output / "eval.csv")
+    assert score["samples"] == "6"
+    out = capsys.readouterr().out
+    assert "16 training and 6 validation samples" in out and "in " in out
+    assert f"{output}/best" in out
+
+
+def test_the_written_settings_repeat_the_run(folders, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run("--data-dir", folders, "--output", first, *SHORT, "--mixup", "0.2") == 0
+    assert run("--config", first / "settings.json", "--output", second) == 0
+    weights = [(o / "last" / "model.safetensors").read_bytes() for o in (first, second)]
+    assert weights[0] == weights[1]
+
+
+def test_bad_files_are_named_and_left_out_or_stop_the_run(folders, tmp_path, capsys):
+    bad = folders / "train" / "dark" / "0.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    (folders / "val" / "dark" / "1.png").write_bytes(b"")
+    assert run("--data-dir", folders, "--output", tmp_path / "out", *SHORT, "--epochs", "2") == 0
+    out = capsys.readouterr().out
+    assert out.count(f"skipped {bad}") == 1
+    assert "dark/1.png: the file is empty" in out
+    score = rows(tmp_path / "out" / "eval.csv")[0]
+    assert score["samples"] == "5" and score["unreadable_files"] == "2"
+    strict = run("--data-dir", folders, "--output", tmp_path / "2", *SHORT, "--strict-data")
+    assert strict == 2 and "can't be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda d: shutil.rmtree(d / "val" / "dark"), "only in"),
+        (
+            lambda d: [p.unlink() for p in (d / "train" / "dark").iterdir()],
+            "without a picture: dark/",
+        ),
+        (lambda d: shutil.rmtree(d / "val"), "has no folder val/"),
+    ],
+)
+def test_folders_that_are_wrong_give_one_clear_line(folders, tmp_path, capsys, spoil, message):
+    spoil(folders)
+    assert run("--data-dir", folders, "--output", tmp_path / "out", *SHORT) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--model", "softpp_tinny"], "did you mean 'softpp_tiny'?"),
+        (["--recipe", "long"], "--recipe must be one of"),
+        (["--recipe", "finetune"], "--recipe finetune needs --pretrained-checkpoint"),
+        (["--epochs", "0"], "--epochs must be at least 1"),
+        (["--fsdp"], "--fsdp needs several processes"),
+        (["--pretrained-checkpoint", "nowhere.pth"], "no checkpoint at nowhere.pth"),
+        (["--resume", "nowhere"], "no checkpoint at nowhere"),
+        (["--freeze", "*"], "--freeze leaves no parameter"),
+    ],
+)
+def test_arguments_that_can_not_be_meant_give_one_clear_line(tmp_path, capsys, argv, message):
+    assert run("--output", tmp_path / "out", *SHORT, *argv) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_failures_on_the_way_have_their_own_exit_code(monkeypatch, capsys):
+    def fails(settings):
+        raise error
+
+    monkeypatch.setattr(classification, "train_classification", fails)
+    error: Exception = NonFiniteError("stopped at step 3")
+    assert run() == train.FAILED == 1
+    error = OSError(errno.ENOSPC, "No space left on device")
+    assert run() == 1
+    err = capsys.readouterr().err
+    assert "stopped at step 3" in err and "no space left" in err and "--resume auto" in err
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    from softfree.training.signals import StopRequest
+
+    def asked(self):
+        self.signal = 15
+        return self
+
+    monkeypatch.setattr(StopRequest, "__enter__", asked)
+    monkeypatch.setattr(StopRequest, "__exit__", lambda *_: None)
+    assert run("--output", tmp_path / "out", *SHORT) == train.STOPPED == 75
+    assert "go on with --resume auto" in capsys.readouterr().out
+    assert (tmp_path / "out" / "last").is_dir()
+
+
+def test_a_task_that_is_none_gets_advice(capsys):
+    assert softfree_cli.main(["train"]) == 2
+    assert softfree_cli.main(["train", "poetry"]) == 2
+    assert "train what? One of classification" in capsys.readouterr().err
+    assert softfree_cli.main(["train", "--help"]) == 0
+    assert "75" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_command(folders, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += ["-m", "softfree", "train", "classification", "--data-dir", str(folders)]
+    output = tmp_path / "out"
+    subprocess.run([*command, "--output", str(output), *SHORT], check=True, timeout=90)
+    assert len(rows(output / "train.csv")) == 2  # 16 pictures in steps of 2 x 4
+    assert rows(output / "eval.csv")[0]["samples"] == "6"
+
+
+@pytest.mark.slow
+def test_the_digits_are_learned_with_what_the_recipe_sets(tmp_path):
+    assert run("--output", tmp_path, "--device", "cpu", "--epochs", "4") == 0
+    assert max(float(row["top1"]) for row in rows(tmp_path / "eval.csv")) > 93

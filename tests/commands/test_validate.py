@@ -1,0 +1,89 @@
+"""`softfree validate`: the scores of the run, at several sizes, in a table and a file; errors are clear."""
+
+import csv
+import json
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import softfree_cli
+
+SMALL = ["--img-size", "32", "--workers", "0", "--device", "cpu", "--batch-size", "32"]
+KWARGS = ["embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    output = tmp_path_factory.mktemp("trained")
+    argv = ["train", "classification", "--output", str(output), *SMALL, "--steps", "3"]
+    assert softfree_cli.main([*argv, "--warmup-epochs", "0", "--model-kwargs", *KWARGS]) == 0
+    return output
+
+
+def run(*argv):
+    argv = ("validate", "classification", *argv, "--device", "cpu", "--workers", "0")
+    return softfree_cli.main([str(argument) for argument in argv])
+
+
+def test_scores_are_those_of_the_run_and_reach_the_file(trained, tmp_path, capsys):
+    file = tmp_path / "new" / "r.csv"
+    argv = ["--checkpoint", trained / "best", "--img-size", 32, 64, "--results-file", file]
+    assert run(*argv, "--batch-size", 50) == 0
+    with file.open(newline="") as stream:
+        first, second = csv.DictReader(stream)
+    best = json.loads((trained / "best" / "metadata.json").read_text())["run"]["best"]
+    assert float(first["top1"]) == pytest.approx(best)
+    assert (first["img_size"], second["img_size"]) == ("32", "64")
+    assert first["samples"] == second["samples"] == "360" and first["torch"] == torch.__version__
+    assert float(first["top5"]) >= float(first["top1"]) and float(first["img_per_s"]) > 0
+    out = capsys.readouterr().out
+    assert "top-1 %" in out and f"{best:.2f}" in out
+
+
+def pictures(folder):
+    """Two classes of one picture."""
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (folder / split / name).mkdir(parents=True)
+            Image.new("RGB", (32, 32)).save(folder / split / name / "1.png")
+    return folder
+
+
+def test_a_weights_file_needs_its_model_and_data(tmp_path, capsys):
+    path = tmp_path / "weights.pth"
+    torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), path)
+    assert run("--checkpoint", path) == 2
+    assert "--data-dir is needed" in capsys.readouterr().err
+    argv = ["--checkpoint", path, "--data-dir", pictures(tmp_path / "data"), "--img-size", 64]
+    assert run(*argv, "--model", "resnet10t") == 0
+    assert "50.00" in capsys.readouterr().out
+    assert run(*argv, "--model", "resnet18") == 2
+    assert "another architecture than resnet18" in capsys.readouterr().err
+    assert run(*argv) == 2
+    assert "no checkpoint folder" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_other_classes_is_refused(trained, tmp_path, capsys):
+    assert run("--checkpoint", trained / "best", "--data-dir", pictures(tmp_path / "data")) == 2
+    assert "knows 10 classes (0, 1, 2, ...), --data-dir has 2 (cat, dog" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--checkpoint", "nowhere"], "nowhere"),
+        (["--img-size", "0"], "--img-size must be above 0"),
+        (["--batch-size", "0"], "--batch-size must be above 0"),
+    ],
+)
+def test_arguments_that_can_not_be_meant_give_one_clear_line(trained, capsys, argv, message):
+    assert run("--checkpoint", trained / "best", *argv) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_a_task_that_is_none_gets_advice(capsys):
+    assert softfree_cli.main(["validate"]) == 2
+    assert "validate what? One of classification" in capsys.readouterr().err

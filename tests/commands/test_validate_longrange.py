@@ -1,0 +1,41 @@
+"""`softfree validate longrange`: a checkpoint is scored with nothing but its folder."""
+
+import json
+
+import pytest
+
+from softfree.commands._validate_longrange import longrange
+from softfree.training.longrange import parse_longrange, train_longrange
+
+
+@pytest.fixture
+def output(tmp_path):
+    options = ["--data-dir", str(tmp_path / "cache"), "--output", str(tmp_path / "out")]
+    options += ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1"]
+    options += ["--attention-options", "stride=100", "--listops-train", "8", "--listops-eval", "5"]
+    train_longrange(parse_longrange([*options, "--steps", "2", "--batch-size", "4"]))
+    return tmp_path / "out"
+
+
+def test_the_score_is_that_of_the_training(output, capsys):
+    expected = json.loads((output / "test.json").read_text())
+    # Another batch is padded differently, and must not matter.
+    assert longrange(output / "best", batch_size=1, workers=0, device="cpu") == 0
+    out = capsys.readouterr().out
+    assert f"accuracy {expected['accuracy']:.2f}%" in out and "5 samples" in out
+    assert f"loss {expected['loss']:.4f}" in out
+
+
+def test_dev_samples_are_other_samples(output, capsys):
+    longrange(output / "best", workers=0, device="cpu")
+    longrange(output / "best", split="dev", workers=0, device="cpu")
+    test, dev = (line for line in capsys.readouterr().out.splitlines() if "accuracy" in line and "listops " in line)  # fmt: skip
+    assert "listops test" in test and "listops dev" in dev
+    assert test.partition("loss")[2] != dev.partition("loss")[2]
+
+
+def test_a_folder_without_a_checkpoint_is_named(output, tmp_path):
+    with pytest.raises(ValueError, match="did you mean"):
+        longrange(output, device="cpu")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        longrange(tmp_path / "none", device="cpu")

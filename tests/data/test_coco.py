@@ -1,0 +1,134 @@
+"""COCO annotations are read in all their forms, and bad ones are named."""
+
+import copy
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from softfree.data.coco import (
+    check_annotations,
+    coco_api,
+    decode_mask,
+    encode_mask,
+    read_annotations,
+    shape_annotations,
+)
+from softfree.data.shapes import draw_shapes
+
+pytest.importorskip("faster_coco_eval")
+
+GOOD = dict(
+    images=[dict(id=7, width=20, height=10, file_name="a.png")],
+    annotations=[
+        dict(id=1, image_id=7, category_id=3, bbox=[2, 3, 5, 4], area=20, iscrowd=0,
+             segmentation=[[2, 3, 7, 3, 7, 7, 2, 7]]),
+    ],
+    categories=[dict(id=3, name="cat"), dict(id=90, name="brush")],
+)  # fmt: skip
+
+
+def with_annotation(**changes):
+    annotations = copy.deepcopy(GOOD)
+    annotations["annotations"].append({**GOOD["annotations"][0], "id": 2, **changes})
+    return annotations
+
+
+def test_good_annotations_pass():
+    assert check_annotations(GOOD, "file", masks=True) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(bbox=[15, 3, 8, 4]), r"box \[15, 3, 8, 4\] lies outside of 20 x 10 pixels in a.png"),
+        (dict(bbox=[2, 3, 0, 4]), r"box \[2, 3, 0, 4\] has no area"),
+        (dict(bbox=[2, 3, 5]), "is not"),
+        (dict(bbox=[2, 3, float("nan"), 4]), "has no area"),
+        (dict(category_id=4), "there is no category 4"),
+        (dict(image_id=8), "there is no image 8"),
+        (dict(segmentation=[]), "no mask"),
+        (dict(segmentation=[[1, 2, 3, 4]]), "fewer than 3 points"),
+        (
+            dict(segmentation=dict(size=[20, 10], counts=[200])),
+            "a mask of 10 x 20 for an image of 20 x 10 pixels",
+        ),
+    ],
+)
+def test_a_bad_annotation_is_named_with_its_reason_or_left_out(changes, message):
+    annotations = with_annotation(**changes)
+    with pytest.raises(ValueError, match=f"1 of 2 annotations .*annotation 2: .*{message}"):
+        check_annotations(annotations, "file", masks=True)
+    kept = check_annotations(annotations, "file", masks=True, skip_bad=True)
+    assert [a["id"] for a in kept["annotations"]] == [1]
+
+
+def test_a_box_may_pass_the_border_by_a_fraction_of_a_pixel():
+    check_annotations(with_annotation(bbox=[15, 3, 5.4, 4]), "file")
+
+
+def test_masks_are_not_asked_for_where_none_are_needed():
+    check_annotations(with_annotation(segmentation=[]), "file")
+
+
+def test_two_images_of_one_id_are_refused():
+    annotations = {**GOOD, "images": GOOD["images"] * 2}
+    with pytest.raises(ValueError, match="several images of the same id"):
+        check_annotations(annotations, "file")
+
+
+def test_area_and_crowd_are_filled_in(tmp_path):
+    annotations = copy.deepcopy(GOOD)
+    del annotations["annotations"][0]["area"], annotations["annotations"][0]["iscrowd"]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(annotations))
+    [read] = read_annotations(path)["annotations"]
+    assert read["area"] == 20
+    assert read["iscrowd"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "no readable json"), ('{"images": []}', "it has no 'annotations', 'categories'")],
+)
+def test_a_file_that_is_no_coco_file_is_refused(tmp_path, content, message):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_annotations(path)
+
+
+def test_polygons_and_both_run_length_codes_give_the_same_mask():
+    rectangle = np.zeros((10, 20), np.uint8)
+    rectangle[3:7, 2:7] = 1
+    runs = np.flatnonzero(np.diff(rectangle.T.ravel(), prepend=0, append=0))
+    counts = np.diff([0, *runs, rectangle.size]).tolist()
+    for segmentation in (
+        [[2, 3, 7, 3, 7, 7, 2, 7]],
+        dict(size=[10, 20], counts=counts),
+        encode_mask(rectangle),
+    ):
+        np.testing.assert_array_equal(decode_mask(segmentation, 10, 20), rectangle)
+
+
+def test_encoded_masks_are_plain_json():
+    code = json.loads(json.dumps(encode_mask(np.eye(9, dtype=bool))))
+    np.testing.assert_array_equal(decode_mask(code, 9, 9), np.eye(9))
+
+
+def test_shapes_as_coco_pass_the_checks_and_hold_the_pictures_masks():
+    annotations = shape_annotations(5, split="val")
+    check_annotations(annotations, "shapes", masks=True)
+    masks = [
+        decode_mask(a["segmentation"], 96, 96)
+        for a in annotations["annotations"]
+        if a["image_id"] == 2
+    ]
+    np.testing.assert_array_equal(masks, draw_shapes(2, split="val").masks)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
+    with pytest.raises(ValueError, match="needs faster-coco-eval: pip install 'softfree"):
+        coco_api("faster-coco-eval")

@@ -1,0 +1,169 @@
+"""COCO folders are read with their gaps, crowds and empty images, and transforms keep boxes and masks together."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.ops import masks_to_boxes
+
+pytest.importorskip("faster_coco_eval")
+
+from softfree.data.coco import shape_annotations
+from softfree.data.detection import (
+    CocoDetection,
+    aspect_ratio_order,
+    collate_detection,
+    load_detection,
+    read_detection,
+    train_transform,
+)
+from softfree.data.images import Unreadable
+
+ANNOTATIONS = dict(
+    images=[
+        dict(id=9, width=20, height=10, file_name="wide.png"),
+        dict(id=4, width=10, height=20, file_name="tall.png"),
+        dict(id=6, width=20, height=10, file_name="empty.png"),
+    ],
+    annotations=[
+        dict(id=1, image_id=9, category_id=90, bbox=[2, 3, 5, 4], area=20, iscrowd=0,
+             segmentation=[[2, 3, 7, 3, 7, 7, 2, 7]]),
+        dict(id=2, image_id=9, category_id=3, bbox=[0, 0, 20, 10], area=200, iscrowd=1,
+             segmentation=dict(size=[10, 20], counts=[0, 200])),
+        dict(id=3, image_id=4, category_id=3, bbox=[5, 15, 5.5, 5], area=25, iscrowd=0,
+             segmentation=[[5, 15, 10, 15, 10, 20, 5, 20]]),
+    ],
+    categories=[dict(id=90, name="brush"), dict(id=3, name="cat")],
+)  # fmt: skip
+
+
+def write_coco(root, annotations=ANNOTATIONS, suffix="2017"):
+    for split in ("train", "val"):
+        folder = root / f"{split}{suffix}"
+        folder.mkdir(parents=True)
+        for image in annotations["images"]:
+            Image.new("RGB", (image["width"], image["height"])).save(folder / image["file_name"])
+        (root / "annotations").mkdir(exist_ok=True)
+        path = root / "annotations" / f"instances_{split}{suffix}.json"
+        path.write_text(json.dumps(annotations))
+    return root
+
+
+@pytest.mark.parametrize("suffix", ["2017", ""])
+def test_a_coco_folder_gives_labels_without_gaps_and_keeps_the_names(tmp_path, suffix):
+    data = load_detection(str(write_coco(tmp_path, suffix=suffix)), masks=True)
+    assert data.class_names == ("cat", "brush")
+    assert data.train.category_ids == [3, 90]
+    assert [image["id"] for image in data.train.images] == [4, 6, 9]
+    image, target = data.train[2]
+    assert image.shape == (3, 10, 20)
+    assert image.dtype == torch.uint8
+    assert target["labels"].tolist() == [2]
+    assert target["boxes"].tolist() == [[2, 3, 7, 7]]
+    assert target["masks"].sum() == 20
+    assert target["image_id"] == 9
+
+
+def test_boxes_are_cut_at_the_border(tmp_path):
+    _, target = load_detection(str(write_coco(tmp_path))).train[0]
+    assert target["boxes"].tolist() == [[5, 15, 10, 20]]
+
+
+def test_an_empty_image_is_a_sample_without_objects(tmp_path):
+    _, target = load_detection(str(write_coco(tmp_path)), masks=True).train[1]
+    assert target["boxes"].shape == (0, 4)
+    assert target["labels"].shape == (0,)
+    assert target["masks"].shape == (0, 10, 20)
+
+
+def test_missing_files_are_named(tmp_path):
+    root = write_coco(tmp_path)
+    (root / "val2017" / "tall.png").unlink()
+    with pytest.raises(FileNotFoundError, match="1 images of .* are not in .*: tall.png"):
+        load_detection(str(root))
+
+
+def test_missing_annotations_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no annotations of train"):
+        load_detection(str(tmp_path))
+
+
+def test_bad_annotations_stop_the_run_or_are_left_out(tmp_path):
+    annotations = copy.deepcopy(ANNOTATIONS)
+    annotations["annotations"][0]["bbox"] = [2, 3, 0, 4]
+    root = write_coco(tmp_path, annotations)
+    with pytest.raises(ValueError, match="box .2, 3, 0, 4. has no area in wide.png"):
+        read_detection(root, "train")
+    assert len(read_detection(root, "train", skip_bad=True)[2][1]["labels"]) == 0
+
+
+def test_categories_of_train_and_val_must_be_the_same(tmp_path):
+    root = write_coco(tmp_path)
+    other = copy.deepcopy(ANNOTATIONS)
+    other["categories"].append(dict(id=5, name="dog"))
+    (root / "annotations" / "instances_val2017.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="categories of train and val differ"):
+        load_detection(str(root))
+
+
+def test_an_unreadable_picture_or_one_of_another_size_is_skipped(tmp_path):
+    root = write_coco(tmp_path)
+    (root / "train2017" / "wide.png").write_bytes(b"no picture")
+    Image.new("RGB", (11, 20)).save(root / "train2017" / "tall.png")
+    data = load_detection(str(root)).train
+    items = [data[i] for i in range(3)]
+    assert [isinstance(item, Unreadable) for item in items] == [True, False, True]
+    assert "11 x 20 pixels, but 10 x 20 in the annotations" in items[0].reason
+    batch = collate_detection(items)
+    assert len(batch.images) == len(batch.targets) == 1
+    assert [file.path for file in batch.unreadable] == ["tall.png", "wide.png"]
+    assert len(collate_detection(items, refill=True).images) == 3
+
+
+def test_flips_and_resizes_move_boxes_and_masks_alike():
+    shapes = load_detection(None, masks=True, shapes=(6, 1))
+    shapes.train.transform = train_transform([96, 160], 160)
+    sides = set()
+    for index in range(6):
+        image, target = shapes.train[index]
+        assert type(image) is type(target["boxes"]) is torch.Tensor
+        assert target["masks"].shape[1:] == image.shape[1:]
+        sides.add(image.shape[1])
+        found = masks_to_boxes(target["masks"])
+        found[:, 2:] += 1
+        assert (found - target["boxes"]).abs().max() <= 2
+    assert sides == {96, 160}
+
+
+def test_the_long_side_stays_within_its_limit():
+    wide = CocoDetection(
+        dict(
+            images=[dict(id=0, width=300, height=100, file_name="a")],
+            annotations=[],
+            categories=[dict(id=1, name="a")],
+        ),
+        lambda image: Image.new("RGB", (300, 100)),
+        transform=train_transform([100], 150),
+    )
+    assert wide[0][0].shape == (3, 50, 150)
+
+
+def test_batches_are_all_wide_or_all_tall_and_every_picture_comes_once():
+    ratios = np.where(np.arange(103) % 3 == 0, 0.7, 1.4)
+    order = aspect_ratio_order(ratios, 4, torch.Generator().manual_seed(1))
+    assert sorted(order) == list(range(103))
+    groups = [ratios[order[i : i + 4]] for i in range(0, 96, 4)]
+    assert all(len(set(group)) == 1 for group in groups)
+    assert len({group[0] for group in groups[:12]}) == 2
+    assert order != aspect_ratio_order(ratios, 4, torch.Generator().manual_seed(2))
+
+
+def test_shapes_are_the_same_through_the_reader():
+    data = load_detection(None, shapes=(2, 1))
+    assert data.class_names == ("circle", "square", "triangle", "star", "cross")
+    annotations = shape_annotations(2, split="train")["annotations"]
+    _, target = data.train[1]
+    assert len(target["boxes"]) == sum(a["image_id"] == 1 for a in annotations)

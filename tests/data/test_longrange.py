@@ -1,0 +1,248 @@
+"""The Long Range Arena's files: every layout is read right, bad files are named, batches are padded and masked."""
+
+import json
+import lzma
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from softfree.data import longrange
+from softfree.data.longrange import CIFAR10, TASKS, PadSequences, load_longrange
+
+
+def text_of(tokens):
+    return bytes((tokens - 1).tolist())
+
+
+def write_imdb(root, reviews):
+    for split, by_label in reviews.items():
+        for label, texts in by_label.items():
+            folder = root / split / label
+            folder.mkdir(parents=True)
+            for number, text in enumerate(texts):
+                (folder / f"{number}_7.txt").write_bytes(text)
+
+
+REVIEWS = {
+    "train": {"pos": [b"fine", b"caf\xc3\xa9"], "neg": [b"poor"]},
+    "test": {"pos": [b"x" * 5000], "neg": [b""]},
+}
+
+
+@pytest.mark.parametrize("outer", ["", "aclImdb"])
+def test_text_from_imdb_folders_is_bytes_cut_to_4000(tmp_path, outer):
+    write_imdb(tmp_path / outer, REVIEWS)
+    data = load_longrange("text", tmp_path)
+    assert [(text_of(tokens), label) for tokens, label in data.train] == [
+        (b"poor", 0),
+        (b"fine", 1),
+        (b"caf\xc3\xa9", 1),
+    ]
+    (empty, _), (long, _) = data.test[0], data.test[1]
+    assert text_of(empty) == b"\n" and text_of(long) == b"x" * 4000
+    assert data.dev is data.test
+
+
+@pytest.mark.parametrize("ending", ["", ".xz"])
+def test_text_from_json_lines_with_a_dev_file_if_there_is_one(tmp_path, ending):
+    opener = lzma.open if ending else open
+    for split, text in (("train", "größe"), ("test", "b"), ("dev", "c")):
+        with opener(tmp_path / f"{split}.jsonl{ending}", "wt", encoding="utf-8") as file:
+            file.write(json.dumps({"text": text, "label": 1, "rating": 8}) + "\n")
+    data = load_longrange("text", tmp_path)
+    assert [text_of(split[0][0]).decode() for split in (data.train, data.dev, data.test)] == [
+        "größe",
+        "c",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"text": "a"}', "no json", '{"text": 3, "label": 0}', '{"text": "a", "label": 2}']
+)
+def test_a_bad_json_line_is_named(tmp_path, line):
+    (tmp_path / "train.jsonl").write_text('{"text": "a", "label": 0}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"train.jsonl, line 2"):
+        load_longrange("text", tmp_path)
+
+
+def write_pairs(root, pairs, ending=b"\n"):
+    rows = [b"\t".join([label, b"P00-1", b"P00-2", a, b]) for label, a, b in pairs]
+    for split in ("train", "eval", "test"):
+        (root / f"new_aan_pairs.{split}.tsv").write_bytes(b"\n".join(rows) + ending)
+
+
+PAIRS = [(b"1.0", b"one paper", b"cites another"), (b"0.0", b'a "quoted" word', b"y" * 6000)]
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n"])
+@pytest.mark.parametrize("scan", [7, 2**24])
+def test_retrieval_reads_pairs_by_line_from_disk(tmp_path, monkeypatch, ending, scan):
+    monkeypatch.setattr(longrange, "_SCAN", scan)
+    write_pairs(tmp_path, PAIRS, ending)
+    data = load_longrange("retrieval", tmp_path)
+    for split in (data.train, data.dev, pickle.loads(pickle.dumps(data.test))):
+        assert len(split) == 2
+        found = [([text_of(tokens) for tokens in texts], label) for texts, label in map(split.__getitem__, (0, 1))]  # fmt: skip
+        assert found == [
+            ([b"one paper", b"cites another"], 1),
+            ([b'a "quoted" word', b"y" * 4000], 0),
+        ]
+
+
+@pytest.mark.parametrize("bad", [b"1.0\tid\tid\ttext", b"x\tid\tid\ta\tb", b"3\tid\tid\ta\tb"])
+def test_a_bad_pair_is_named(tmp_path, bad):
+    write_pairs(tmp_path, PAIRS)
+    (tmp_path / "new_aan_pairs.train.tsv").write_bytes(b"0\tid\tid\ta\tb\n" + bad)
+    data = load_longrange("retrieval", tmp_path)
+    with pytest.raises(ValueError, match=r"train.tsv, line 2"):
+        data.train[1]
+
+
+def make_pictures(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, 32, 32, 3), np.uint8)
+
+
+def write_grid(path, pictures, columns):
+    rows = len(pictures) // columns
+    grid = pictures.reshape(rows, columns, 32, 32, 3).transpose(0, 2, 1, 3, 4)
+    Image.fromarray(grid.reshape(rows * 32, columns * 32, 3)).save(path)
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    """Twenty training and ten test pictures, once as grids and once as folders."""
+    train, test = make_pictures(20), make_pictures(10, seed=1)
+    labels = {"train": np.arange(20) * 3 % 10, "test": np.arange(10)[::-1]}
+    grids = tmp_path / "grids"
+    grids.mkdir()
+    np.savez(grids / "labels.npz", **{k: v.astype(np.uint8) for k, v in labels.items()})
+    for part in range(2):
+        write_grid(grids / f"train_{part + 1}.png", train[10 * part : 10 * part + 10], 5)
+    write_grid(grids / "test.png", test, 5)
+    folders = tmp_path / "folders"
+    for split, pictures in (("train", train), ("test", test)):
+        for number, (picture, label) in enumerate(zip(pictures, labels[split], strict=True)):
+            target = folders / split.replace("test", "val") / CIFAR10[label] / f"{number:06d}.png"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(picture).save(target)
+    return grids, folders, test
+
+
+def test_image_is_the_same_from_grids_and_from_class_folders(cifar):
+    grids, folders, test = cifar
+    a, b = load_longrange("image", grids), load_longrange("image", folders)
+    assert a.class_names == b.class_names == CIFAR10
+    assert [len(split) for split in (a.train, a.dev, a.test)] == [18, 2, 10]
+    for split in ("train", "dev"):
+        pairs = zip(getattr(a, split), getattr(b, split), strict=True)
+        assert all(torch.equal(x, y) and m == n for (x, m), (y, n) in pairs)
+    tokens, label = a.test[0]
+    assert label == 9 and tokens.shape == (1024,)
+    expected = np.asarray(Image.fromarray(test[0]).convert("L"), int).reshape(-1) + 1
+    assert tokens.tolist() == expected.tolist()
+
+
+def test_grids_that_do_not_fit_their_labels_are_refused(cifar):
+    grids, _, _ = cifar
+    (grids / "train_2.png").unlink()
+    with pytest.raises(ValueError, match="has 20 labels for train, but its 1 grids .* 10 tiles"):
+        load_longrange("image", grids)
+
+
+def test_a_picture_of_another_size_is_named(cifar):
+    _, folders, _ = cifar
+    Image.new("RGB", (33, 32)).save(folders / "train" / "dog" / "odd.png")
+    with pytest.raises(ValueError, match=r"odd.png has 33 x 32"):
+        load_longrange("image", folders)
+
+
+def test_a_grid_that_is_no_picture_is_named(cifar):
+    grids, _, _ = cifar
+    (grids / "test.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"test.png can't be read: not a picture"):
+        load_longrange("image", grids)
+
+
+@pytest.mark.parametrize("outer", ["", "pathfinder32/curv_contour_length_14"])
+def test_pathfinder_reads_pictures_by_its_metadata_and_leaves_out_empty_files(tmp_path, outer):
+    root = tmp_path / outer
+    (root / "metadata").mkdir(parents=True)
+    lines = []
+    for number in range(21):
+        folder = root / "imgs" / str(number % 2)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"sample_{number}.png"
+        lines.append(f"imgs/{number % 2} sample_{number}.png {number} {number % 2} 1.8 6")
+        Image.fromarray(np.full((32, 32), number, np.uint8)).save(path)
+    path.write_bytes(b"")
+    (root / "metadata" / "0.npy").write_text("\n".join(lines[:10]) + "\n")
+    (root / "metadata" / "1.npy").write_text("\n".join(lines[10:]) + "\n")
+    data = load_longrange("pathfinder", tmp_path)
+    splits = [data.train, data.dev, data.test]
+    assert [len(split) for split in splits] == [16, 2, 2]
+    seen = {}
+    for split in splits:
+        for index in range(len(split)):
+            tokens, label = split[index]
+            assert tokens.shape == (1024,)
+            seen[int(tokens[0]) - 1] = label
+    assert seen == {number: number % 2 for number in range(20)}
+
+
+def test_listops_is_made_in_the_folder_given_and_needs_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = load_longrange("listops", listops_sizes=(3, 2, 1))
+    assert [len(split) for split in (data.train, data.dev, data.test)] == [3, 2, 1]
+    assert list((tmp_path / "softfree").glob("listops*.npz"))
+    tokens, label = data.train[0]
+    assert (
+        500 < len(tokens) < 2000
+        and tokens.min() >= 1
+        and tokens.max() < TASKS["listops"].vocab_size
+    )
+    assert 0 <= label < 10
+
+
+@pytest.mark.parametrize("name", ["text", "retrieval", "image", "pathfinder"])
+def test_a_task_without_its_files_says_what_it_needs(tmp_path, name):
+    with pytest.raises(ValueError, match=f"--task {name} needs --data-dir with"):
+        load_longrange(name)
+    with pytest.raises(FileNotFoundError, match=f"is no folder; --task {name} needs"):
+        load_longrange(name, tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="--data-dir"):
+        load_longrange(name, tmp_path)
+
+
+def test_an_unknown_task_lists_those_there_are():
+    with pytest.raises(ValueError, match="--task must be one of listops, text, .* got 'sort'"):
+        load_longrange("sort")
+
+
+def test_a_batch_is_padded_to_a_multiple_and_its_mask_says_what_is_real():
+    batch = PadSequences(100, multiple=8)(
+        [(torch.arange(1, 4), 5), (torch.arange(1, 12), 6), (torch.tensor([9]), 7)]
+    )
+    assert batch.tokens.shape == batch.mask.shape == (3, 16)
+    assert batch.mask.sum(1).tolist() == [3, 11, 1] and batch.labels.tolist() == [5, 6, 7]
+    assert batch.tokens[0].tolist() == [1, 2, 3] + [0] * 13
+    assert torch.equal(batch.mask, batch.tokens > 0)
+
+
+def test_a_batch_is_never_longer_than_the_model_takes_and_has_no_mask_if_nothing_is_padded():
+    batch = PadSequences(10, multiple=8)([(torch.ones(30, dtype=torch.long), 0)])
+    assert batch.tokens.tolist() == [[1] * 10] and batch.mask is None
+
+
+def test_pairs_go_through_a_loader_with_workers(tmp_path):
+    write_pairs(tmp_path, PAIRS)
+    data = load_longrange("retrieval", tmp_path)
+    collate = PadSequences(data.task.length)
+    (batch,) = DataLoader(data.train, 2, collate_fn=collate, num_workers=1)
+    assert batch.tokens.shape == batch.mask.shape == (2, 2, 4000)
+    assert batch.mask.sum(-1).tolist() == [[9, 13], [15, 4000]]
+    assert batch.labels.tolist() == [1, 0]

@@ -1,0 +1,176 @@
+"""Each layout gives classes from 0 and the ignore label, and bad class maps are named before training."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import Cityscapes
+
+from softfree.data.segmentation import (
+    IGNORE,
+    VOC_CLASSES,
+    EvalTransform,
+    collate_pictures,
+    collate_segmentation,
+    load_segmentation,
+    train_transform,
+)
+from softfree.data.shapes import draw_shapes
+
+
+def write(path, values, mode=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(values, np.uint8)).convert(mode).save(path)
+
+
+def write_pair(image, mask, values):
+    write(image, np.zeros((*np.shape(values), 3)))
+    write(mask, values)
+
+
+def folders(root, values=((0, 1, 7), (1, 0, 7))):
+    for split in ("train", "val"):
+        write_pair(root / "images" / split / "a.png", root / "masks" / split / "a.png", values)
+    (root / "classes.txt").write_text("ground\nroad\n")
+    return root
+
+
+def test_plain_folders_with_an_ignore_label(tmp_path):
+    data = load_segmentation(str(folders(tmp_path)), ignore_label=7)
+    assert data.class_names == ("ground", "road")
+    image, mask = data.train[0]
+    assert image.shape == (3, 2, 3)
+    assert mask.tolist() == [[0, 1, IGNORE], [1, 0, IGNORE]]
+    assert mask.dtype == torch.int64
+
+
+def test_a_class_beyond_the_classes_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"a.png: class 7, but there are 2 \(0 to 1\)"):
+        load_segmentation(str(folders(tmp_path)))
+
+
+def test_a_class_map_of_another_size_is_named(tmp_path):
+    root = folders(tmp_path, ((0, 1), (1, 0)))
+    write(root / "masks" / "val" / "a.png", np.zeros((3, 2)))
+    with pytest.raises(ValueError, match="the class map has 2 x 3 pixels, the picture 2 x 2"):
+        load_segmentation(str(root))
+
+
+def test_a_colour_picture_is_no_class_map(tmp_path):
+    root = folders(tmp_path, ((0, 1), (1, 0)))
+    write(root / "masks" / "val" / "a.png", np.zeros((2, 2, 3)))
+    with pytest.raises(ValueError, match="is no class map: expected one channel"):
+        load_segmentation(str(root))
+
+
+def test_missing_class_maps_are_named(tmp_path):
+    root = folders(tmp_path)
+    (root / "masks" / "train" / "a.png").unlink()
+    with pytest.raises(FileNotFoundError, match="1 class maps are missing: .*a.png"):
+        load_segmentation(str(root))
+
+
+def test_ade20k_counts_from_one_and_ignores_zero(tmp_path):
+    for split in ("training", "validation"):
+        write_pair(
+            tmp_path / "images" / split / "a.jpg",
+            tmp_path / "annotations" / split / "a.png",
+            ((0, 1, 150),),
+        )
+    data = load_segmentation(str(tmp_path))
+    assert data.layout == "ADE20K"
+    assert len(data.class_names) == 150
+    assert data.train[0][1].tolist() == [[IGNORE, 0, 149]]
+
+
+def test_ade20k_takes_names_from_its_table(tmp_path):
+    test_ade20k_counts_from_one_and_ignores_zero(tmp_path)
+    rows = ["Idx\tRatio\tTrain\tVal\tStuff\tName"]
+    rows += [f"{i}\t0\t0\t0\t0\tname{i}, other" for i in range(1, 151)]
+    (tmp_path / "objectInfo150.txt").write_text("\n".join(rows))
+    assert load_segmentation(str(tmp_path)).class_names[:2] == ("name1", "name2")
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_cityscapes_gives_the_19_training_classes(tmp_path, ready):
+    ids = [c.id for c in Cityscapes.classes if c.id >= 0]
+    expected = [c.train_id for c in Cityscapes.classes if c.id >= 0]
+    kind = "labelTrainIds" if ready else "labelIds"
+    for split in ("train", "val"):
+        write_pair(
+            tmp_path / "leftImg8bit" / split / "ulm" / "ulm_0_1_leftImg8bit.png",
+            tmp_path / "gtFine" / split / "ulm" / f"ulm_0_1_gtFine_{kind}.png",
+            [expected if ready else ids],
+        )
+    data = load_segmentation(str(tmp_path))
+    assert data.layout == "Cityscapes"
+    assert data.class_names[0] == "road"
+    assert len(data.class_names) == 19
+    assert data.val[0][1].tolist() == [expected]
+
+
+@pytest.mark.parametrize("lists", ["ImageSets/Segmentation", "ImageSets"])
+def test_voc_reads_palettes_lists_and_any_kind_of_picture(tmp_path, lists):
+    for name, suffix in (("2007_1", ".jpg"), ("2007_2", ".webp")):
+        write(tmp_path / "JPEGImages" / f"{name}{suffix}", np.zeros((2, 3, 3)))
+        path = tmp_path / "SegmentationClass" / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        palette = Image.fromarray(np.array([[0, 20, 255], [1, 2, 3]], np.uint8), "P")
+        palette.putpalette([7 * i % 256 for i in range(768)])
+        palette.save(path)
+    (tmp_path / lists).mkdir(parents=True)
+    (tmp_path / lists / "train.txt").write_text("2007_1\n2007_2\n")
+    (tmp_path / lists / "val.txt").write_text("2007_2\n")
+    data = load_segmentation(str(tmp_path))
+    assert data.class_names == VOC_CLASSES
+    assert (len(data.train), len(data.val)) == (2, 1)
+    assert data.train[1][1].tolist() == [[0, 20, IGNORE], [1, 2, 3]]
+
+
+def test_an_unknown_layout_is_answered_with_those_that_are_known(tmp_path):
+    with pytest.raises(FileNotFoundError, match="Cityscapes  leftImg8bit/train"):
+        load_segmentation(str(tmp_path))
+
+
+def test_shapes_are_the_embedded_pictures():
+    data = load_segmentation(None, shapes=(3, 2))
+    assert (len(data.train), len(data.val), len(data.class_names)) == (3, 2, 6)
+    np.testing.assert_array_equal(data.val[1][1], draw_shapes(1, split="val").class_map)
+
+
+def test_crops_have_one_size_and_ignore_what_is_outside_of_the_picture(tmp_path):
+    data = load_segmentation(str(folders(tmp_path, np.ones((20, 30)))))
+    data.train.transform = train_transform(24, short_side=16)
+    batch = collate_segmentation([data.train[0] for _ in range(8)])
+    assert batch.images.shape == (8, 3, 24, 24)
+    assert batch.masks.shape == (8, 24, 24)
+    assert set(batch.masks.unique().tolist()) == {1, IGNORE}
+
+
+def test_flips_move_picture_and_class_map_alike():
+    data = load_segmentation(None, shapes=(1, 1))
+    plain, classes = data.train[0]
+    data.train.transform = train_transform(96)
+    for _ in range(8):
+        image, mask = data.train[0]
+        flipped = not torch.equal(image, plain)
+        torch.testing.assert_close(image, plain.flip(-1) if flipped else torch.as_tensor(plain))
+        torch.testing.assert_close(mask, (classes.flip(-1) if flipped else classes) + 0)
+
+
+def test_evaluation_resizes_the_picture_and_not_the_class_map():
+    data = load_segmentation(None, shapes=(1, 1))
+    data.val.transform = EvalTransform(64)
+    image, mask = data.val[0]
+    assert image.shape == (3, 64, 64)
+    assert mask.shape == (96, 96)
+    assert len(collate_pictures([data.val[0]]).images) == 1
+
+
+def test_an_unreadable_picture_is_skipped(tmp_path):
+    root = folders(tmp_path, ((0, 1), (1, 0)))
+    data = load_segmentation(str(root))
+    (root / "images" / "train" / "a.png").write_bytes(b"no picture")
+    batch = collate_segmentation([data.train[0]])
+    assert len(batch.images) == 0
+    assert len(batch.unreadable) == 1

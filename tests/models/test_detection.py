@@ -1,0 +1,108 @@
+"""The detectors take torchvision's inputs, give its outputs, and keep boxes exact in half precision."""
+
+import pytest
+import torch
+
+from softfree.models.detection import mask_rcnn, retinanet
+from tests.models.small import PYRAMID
+
+DETECTORS = [retinanet, mask_rcnn]
+# So that detectors with new weights find something.
+ALL_SCORES = {retinanet: dict(score_thresh=0.0), mask_rcnn: dict(box_score_thresh=0.0)}
+SMALL = dict(min_size=64, max_size=128, width=16, anchor_size=8, backbone_kwargs=PYRAMID)
+
+
+def targets(*counts: int) -> list[dict]:
+    return [
+        dict(
+            boxes=torch.tensor([[8.0, 8.0, 40.0, 48.0]]).repeat(n, 1),
+            labels=torch.ones(n, dtype=torch.int64),
+            masks=torch.ones(n, 64, 80, dtype=torch.uint8),
+        )
+        for n in counts
+    ]
+
+
+@pytest.mark.parametrize("create", DETECTORS)
+@pytest.mark.parametrize("amp", [False, True])
+def test_training_gives_finite_losses_also_for_an_image_without_objects(create, amp):
+    model = create("softpp_tiny", 4, **SMALL).train()
+    images = [torch.rand(3, 64, 80), torch.rand(3, 64, 80)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        losses = model(images, targets(2, 0))
+    assert all(loss.isfinite() for loss in losses.values())
+    sum(losses.values()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("create", DETECTORS)
+def test_detections_lie_inside_images_of_different_sizes(create):
+    model = create("softpp_tiny", 4, **ALL_SCORES[create], **SMALL).eval()
+    images = [torch.rand(3, 60, 90), torch.rand(3, 100, 70)]
+    with torch.no_grad():
+        detections = model(images)
+    for image, found in zip(images, detections, strict=True):
+        height, width = image.shape[1:]
+        assert len(found["boxes"])
+        assert found["boxes"].min() >= 0
+        limits = torch.tensor([width, height, width, height])
+        assert (found["boxes"].amax(0) <= limits + 1e-3).all()
+        if create is mask_rcnn:
+            assert found["masks"].shape[-2:] == (height, width)
+
+
+@pytest.mark.parametrize("create", DETECTORS)
+def test_maps_boxes_and_scores_are_float32_under_autocast(create):
+    model = create("softpp_tiny", 4, **ALL_SCORES[create], **SMALL).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        maps = model.backbone(torch.rand(1, 3, 64, 64))
+        [found] = model([torch.rand(3, 64, 64)])
+    assert {x.dtype for x in maps.values()} == {torch.float32}
+    assert len(found["boxes"])
+    assert found["boxes"].dtype == found["scores"].dtype == torch.float32
+
+
+def test_the_pyramids_have_the_levels_of_the_papers():
+    image = torch.rand(1, 3, 128, 128)
+    one = retinanet("softpp_tiny", 4, **SMALL).backbone(image)
+    assert {name: x.shape[-1] for name, x in one.items()} == {
+        "1": 16, "2": 8, "3": 4, "p6": 2, "p7": 1,
+    }  # fmt: skip
+    other = mask_rcnn("softpp_tiny", 4, **SMALL).backbone(image)
+    assert {name: x.shape[-1] for name, x in other.items()} == {
+        "0": 32, "1": 16, "2": 8, "3": 4, "pool": 2,
+    }  # fmt: skip
+
+
+# Tables 4 and 5 of the IJCV paper, in millions, for backbones whose architecture is beyond doubt.
+@pytest.mark.parametrize(
+    ("name", "retina", "mask"),
+    [
+        ("resnet18", 21, 31),
+        ("resnet50", 38, 44),
+        ("swin_tiny_patch4_window7_224", 38, 48),
+        ("softpp_tiny_release", 23, 33),
+    ],
+)
+def test_parameters_are_those_of_the_papers_tables(name, retina, mask):
+    with torch.device("meta"):
+        counts = [
+            sum(p.numel() for p in create(name, 81).parameters()) / 1e6 for create in DETECTORS
+        ]
+    assert [round(count) for count in counts] == [retina, mask]
+
+
+@pytest.mark.parametrize("create", DETECTORS)
+def test_recomputing_the_backbones_activations_changes_no_gradient(create):
+    model = create("softpp_tiny", 4, **SMALL).train()
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        torch.manual_seed(0)
+        sum(model([torch.ones(3, 64, 80)], targets(1)).values()).backward()
+        gradients.append([p.grad.clone() for p in model.backbone.parameters()])
+    checkpointed = [m for m in model.modules() if getattr(m, "grad_checkpointing", False)]
+    assert len(checkpointed) == 4
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed)

@@ -1,0 +1,141 @@
+"""Exported files compute what the model does, at sizes and batches other than the example's."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from softfree.models import export
+from softfree.models.export import ExportError, MatrixPool, export_onnx, export_pt2, load_onnx
+
+from .small import PYRAMID, small
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+METADATA = dict(task="classification", class_names=["a", "b"], mean=[0.5, 0.4, 0.3], img_size=64)
+# Each Newton step is unrolled in the exported graph, so few of them.
+FEW_STEPS = dict(iterations=2)
+
+
+def plain() -> nn.Module:
+    """A model that exports at once."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def assert_same(given: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(given, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_one_onnx_file_serves_any_batch_and_size(tmp_path):
+    model = small("softpp_tiny", **FEW_STEPS).eval()
+    error = export_onnx(model, tmp_path / "m.onnx", img_size=64, metadata=METADATA)
+    assert 0 < error < 1e-4
+    loaded, metadata = load_onnx(tmp_path / "m.onnx")
+    assert metadata == METADATA
+    with torch.no_grad():
+        for shape in ((1, 3, 33, 33), (5, 3, 70, 91), (2, 3, 160, 64)):
+            image = torch.randn(shape)
+            assert_same(loaded(image), model(image))
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.slow
+def test_upernet_is_exported(tmp_path):
+    from softfree.models.segmentation import upernet
+
+    model = upernet("softpp_tiny", 5, width=16, backbone_kwargs=PYRAMID | FEW_STEPS).eval()
+    export_onnx(model, tmp_path / "u.onnx", img_size=64, metadata=dict(task="segmentation"))
+    loaded, _ = load_onnx(tmp_path / "u.onnx")
+    image = torch.randn(2, 3, 150, 230)
+    with torch.no_grad():
+        assert_same(loaded(image), model(image))
+
+
+@pytest.mark.slow
+def test_the_backbone_of_a_detector_is_exported_with_its_pyramid(tmp_path):
+    from softfree.models.detection import retinanet
+
+    detector = retinanet("softpp_tiny", 5, width=16, backbone_kwargs=PYRAMID | FEW_STEPS).eval()
+    names = ["p3", "p4", "p5", "p6", "p7"]
+    path = tmp_path / "d.onnx"
+    export_onnx(
+        detector.backbone, path, img_size=64, output_names=names, metadata=dict(task="features")
+    )
+    loaded, _ = load_onnx(path)
+    image = torch.randn(1, 3, 128, 192)
+    with torch.no_grad():
+        for given, expected in zip(loaded(image), detector.backbone(image).values(), strict=True):
+            assert_same(given, expected)
+
+
+@pytest.mark.slow
+def test_an_exported_program_is_reloaded_and_needs_no_operator_of_ours(tmp_path):
+    model = small("soft_tiny", features_only=True, **FEW_STEPS).eval()
+    assert export_pt2(model, tmp_path / "m.pt2", img_size=64, metadata=METADATA) < 1e-4
+    program = torch.export.load(tmp_path / "m.pt2")
+    assert not any("softfree" in str(node.target) for node in program.graph.nodes)
+    image = torch.randn(3, 3, 97, 130)
+    with torch.no_grad():
+        for given, expected in zip(program.module()(image), model(image), strict=True):
+            assert_same(given, expected)
+
+
+def test_metadata_travel_with_a_program(tmp_path):
+    export_pt2(plain(), tmp_path / "m.pt2", img_size=64, metadata=METADATA)
+    extra = {"metadata.json": ""}
+    torch.export.load(tmp_path / "m.pt2", extra_files=extra)
+    assert json.loads(extra["metadata.json"]) == METADATA
+
+
+def test_below_33_pixels_the_size_is_fixed_and_the_batch_is_not(tmp_path):
+    model = plain()
+    export_onnx(model, tmp_path / "m.onnx", img_size=32, metadata=METADATA)
+    loaded, _ = load_onnx(tmp_path / "m.onnx")
+    image = torch.randn(7, 3, 32, 32)
+    with torch.no_grad():
+        assert_same(loaded(image), model(image))
+
+
+@pytest.mark.slow
+def test_a_model_with_one_landmark_is_exported_at_its_fixed_size(tmp_path):
+    model = small("softpp_tiny", img_size=32, **FEW_STEPS).eval()
+    assert export_pt2(model, tmp_path / "m.pt2", img_size=32) < 1e-4
+
+
+@pytest.mark.parametrize("write", [export_onnx, export_pt2])
+def test_a_file_that_is_off_is_not_written(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "TOLERANCE", -1.0)
+    target = tmp_path / "m.onnx"
+    target.write_text("the file before")
+    with pytest.raises(ExportError, match=r"on 1 images of 64 x 64 pixels .* nothing was written"):
+        write(plain(), target, img_size=64)
+    assert target.read_text() == "the file before"
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 2), (6, 6)])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 1, 12, 6), (1, 2, 2, 1)])
+def test_matrix_pooling_is_adaptive_average_pooling(size, shape):
+    image = torch.randn(shape)
+    torch.testing.assert_close(MatrixPool(size)(image), nn.AdaptiveAvgPool2d(size)(image))
+
+
+def test_the_model_stays_as_it_was(tmp_path):
+    model = plain().double().train()
+    export_pt2(model, tmp_path / "m.pt2", img_size=64)
+    assert model.training and isinstance(model[1], nn.AdaptiveAvgPool2d)
+    assert model[0].weight.dtype == torch.float64
+
+
+def test_files_of_others_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no ONNX file at"):
+        load_onnx(tmp_path / "none.onnx")
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(ValueError, match="no readable ONNX file"):
+        load_onnx(tmp_path / "text.onnx")
+    export_onnx(plain(), tmp_path / "bare.onnx", img_size=64)
+    with pytest.raises(ValueError, match="does not say what it is for"):
+        load_onnx(tmp_path / "bare.onnx")

@@ -1,0 +1,140 @@
+"""The sequence encoder: padding changes nothing with any attention, pairs are compared as they should be."""
+
+import pytest
+import torch
+
+from softfree.layers import ATTENTIONS
+from softfree.models.sequence import DEFAULTS, SequenceClassifier
+
+# Chunks and landmarks of a size that several of them fit into 40 tokens.
+SMALL = {
+    "soft": dict(stride=4),
+    "linformer": dict(slots=8),
+    "nystromformer": dict(landmarks=8, value_conv=5),
+    "reformer": dict(buckets=4, chunk=8),
+}
+
+
+def build(attention="softpp", **options):
+    torch.manual_seed(0)
+    options = {"attention_options": SMALL.get(attention), **options}
+    model = SequenceClassifier(20, 40, 3, attention, **options).double().eval()
+    # Embeddings of the size they have after training: at the start attention hardly matters.
+    with torch.no_grad():
+        for weight in (model.embedding.weight, model.positions):
+            weight.normal_()
+    return model
+
+
+def draw(batch=3, tokens=40, pair=False):
+    generator = torch.Generator().manual_seed(1)
+    shape = (batch, 2, tokens) if pair else (batch, tokens)
+    return torch.randint(1, 20, shape, generator=generator)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_padded_batch_gives_the_logits_of_the_unpadded_samples(attention, pooling):
+    model = build(attention, pooling=pooling)
+    tokens = draw()
+    lengths = torch.tensor([40, 23, 5])
+    mask = torch.arange(40) < lengths[:, None]
+    expected = torch.cat(
+        [model(row[None, :n]) for row, n in zip(tokens, lengths.tolist(), strict=True)]
+    )
+    torch.testing.assert_close(model(torch.where(mask, tokens, 0), mask), expected)
+    torch.testing.assert_close(model(torch.where(mask, tokens, 7), mask), expected)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_padded_pair_gives_the_logits_of_the_unpadded_pair(attention):
+    model = build(attention, pair=True)
+    tokens = draw(2, pair=True)
+    mask = torch.arange(40) < torch.tensor([[31], [9]])
+    padded = model(tokens, mask.expand(2, -1, -1))
+    a, b = (model.forward_features(t) for t in (tokens[:, 0, :31], tokens[:, 1, :9]))
+    expected = model.head(torch.cat([a, b, a * b, a - b], -1))
+    torch.testing.assert_close(padded, expected)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_tokens_change_the_features_of_others_through_the_attention(attention):
+    model = build(attention, pooling="cls")
+    tokens = draw(1)
+    other = tokens.clone()
+    other[:, 20:] = (other[:, 20:] + 5) % 19 + 1
+    assert not torch.allclose(model(tokens), model(other), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_parameter_learns(attention):
+    model = build(attention, pooling="cls").train()
+    tokens = torch.arange(40).expand(2, -1) % 20
+    model(tokens, torch.arange(40) < torch.tensor([[40], [30]])).square().sum().backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert missing == []
+
+
+def test_order_matters_by_the_positions_alone():
+    model = build("softmax")
+    tokens = draw(1)
+    turned = tokens.flip(1)
+    assert not torch.allclose(model(tokens), model(turned))
+    torch.nn.init.zeros_(model.positions)
+    torch.testing.assert_close(model(tokens), model(turned))
+
+
+def test_the_encoder_has_the_size_of_the_papers():
+    model = SequenceClassifier(vocab_size=512, length=1024, num_classes=10, attention="softmax")
+    embeddings = (512 + 1024) * 64
+    attention = 4 * (64 * 64 + 64)
+    mlp = 64 * 128 + 128 + 128 * 64 + 64
+    head = 64 * 128 + 128 + 128 * 10 + 10
+    expected = embeddings + 2 * (attention + mlp + 4 * 64) + 2 * 64 + head
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert model.blocks[0].attn.num_heads == 2
+
+
+def test_soft_has_a_landmark_for_each_window_of_four_unless_told_otherwise():
+    def count(**options):
+        model = SequenceClassifier(20, 40, 3, "softpp", attention_options=options)
+        return model.blocks[0].attn.sampler(torch.randn(1, 2, 40, 32), None)[0].shape[2]
+
+    assert count() == 10 and count(stride=20) == 2
+    assert set(DEFAULTS) | {"softmax"} == set(ATTENTIONS)
+
+
+def test_dropout_acts_in_training_and_not_in_evaluation():
+    model = build()
+    tokens = draw()
+    torch.testing.assert_close(model(tokens), model(tokens))
+    model.train()
+    assert not torch.allclose(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pair", "message"),
+    [
+        (draw(tokens=41), False, "at most 40, got 41"),
+        (draw(pair=True), False, r"shape \(batch, tokens\)"),
+        (draw(), True, r"shape \(batch, 2, tokens\)"),
+    ],
+)
+def test_tokens_of_a_wrong_shape_are_refused(tokens, pair, message):
+    with pytest.raises(ValueError, match=message):
+        build(pair=pair)(tokens)
+
+
+def test_an_unknown_pooling_is_refused():
+    with pytest.raises(ValueError, match="pooling must be one of mean, cls, got 'max'"):
+        build(pooling="max")
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_the_encoder_runs_under_autocast_with_masks(attention):
+    model = build(attention).float()
+    mask = torch.arange(40) < torch.tensor([[40], [17], [1]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(draw(), mask)
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits.float(), model(draw(), mask), rtol=0.1, atol=0.1)

@@ -1,0 +1,207 @@
+"""Classification: what a step computes, what a checkpoint can do, where weights come from."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from softfree.data.images import Batch, Unreadable
+from softfree.training.checkpoint import load_for_inference
+from softfree.training.classification import (
+    AugmentSettings,
+    Classification,
+    ClassificationSettings,
+    ModelSettings,
+    Normalize,
+    create_network,
+    eval_transform,
+    evaluate_classifier,
+    freeze,
+    load_classifier,
+    load_pretrained,
+    train_classification,
+)
+from softfree.training.distributed import Processes
+from softfree.training.settings import OptimSettings, RunSettings
+
+SMALL = ("embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1", "mlp_ratio=1.0")
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+def settings(output=None, model=None, augment=None, optim=None, **run):
+    return ClassificationSettings(
+        model=ModelSettings(**{"img_size": 32, "model_kwargs": SMALL, **(model or {})}),
+        augment=AugmentSettings(**(augment or {})),
+        optim=OptimSettings(**{"batch_size": 16, "steps": 2, "warmup_epochs": 0, **(optim or {})}),
+        run=RunSettings(
+            **{"output": output, "workers": 0, "device": "cpu", "log_interval": 1, **run}
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    output = tmp_path_factory.mktemp("trained")
+    train_classification(settings(output))
+    return output
+
+
+def test_a_checkpoint_is_enough_to_use_the_model(trained):
+    model, metadata = load_classifier(trained / "best")
+    assert metadata["class_names"] == [str(digit) for digit in range(10)]
+    assert metadata["model_kwargs"]["embed_dims"] == [16, 16, 16, 16]
+    task = Classification(settings())
+    image = eval_transform(metadata)(task.eval_data.read(0)[0])
+    assert image.dtype == torch.uint8 and image.shape == (3, 32, 32)
+    normalize = Normalize(metadata["mean"], metadata["std"])
+    logits = model(normalize(image[None]))
+    assert logits.shape == (1, 10) and not model.training
+    again, _ = load_for_inference(trained / "best")
+    assert torch.equal(again(normalize(image[None])), logits)
+
+
+def test_scores_of_the_loaded_model_are_those_of_the_run(trained):
+    model, _ = load_classifier(trained / "best")
+    task = Classification(settings())
+    items = [task.eval_data[index] for index in range(len(task.eval_data))]
+    batches = [task.collate_eval(items[:100]), task.collate_eval(items[100:])]
+    with torch.no_grad():
+        scores = evaluate_classifier(model, batches, task.normalize, ALONE)
+    saved = json.loads((trained / "best" / "metadata.json").read_text())["run"]["best"]
+    assert scores["top1"] == pytest.approx(saved) and scores["samples"] == 360
+
+
+def test_scores_count_hits_among_the_first_and_the_first_five():
+    logits = torch.eye(8)[:6] + 0.1 * torch.arange(8) / 8
+    # Rows 0 to 5 rank their own number first, then 7, 6, 5, 4 (fewer own): labels one hit, four near, one far.
+    labels = torch.tensor([0, 7, 6, 7, 6, 0])
+    batches = [Batch(logits[:4], labels[:4], []), Batch(logits[4:], labels[4:], [])]
+    batches.append(
+        Batch(torch.empty(0, 8), torch.empty(0, dtype=torch.int64), [Unreadable("a", "b")])
+    )
+    identity = torch.nn.Identity()
+    scores = evaluate_classifier(identity, batches, identity, ALONE)
+    assert scores["top1"] == pytest.approx(100 / 6) and scores["top5"] == pytest.approx(500 / 6)
+    assert scores["loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
+    assert scores["samples"] == 6
+
+
+def test_pictures_are_normalised_as_timm_does():
+    image = torch.randint(256, (2, 3, 4, 4), dtype=torch.uint8)
+    mean, std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.4]
+    expected = (image / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    torch.testing.assert_close(Normalize(mean, std)(image), expected)
+
+
+def test_mixed_labels_are_smoothed_once(monkeypatch):
+    images, labels = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8), torch.arange(4)
+    seen = []
+    monkeypatch.setattr(
+        F, "cross_entropy", lambda x, y, label_smoothing: seen.append((y, label_smoothing))
+    )
+    for augment in ({}, {"mixup": 0.8}):
+        task = Classification(settings(augment=augment))
+        task.train_step(lambda x: x, Batch(images, labels, []))
+    (plain, smoothing), (mixed, none) = seen
+    assert torch.equal(plain, labels) and smoothing == 0.1
+    assert mixed.shape == (4, 10) and none == 0.0
+    torch.testing.assert_close(mixed.sum(1), torch.ones(4))
+
+
+def test_digits_are_not_mirrored():
+    assert "Flip" not in str(Classification(settings(augment={"hflip": 0.5})).train_data.transform)
+
+
+def test_a_batch_without_a_readable_picture_stops_the_run():
+    batch = Batch(
+        torch.empty(0, 3, 0, 0), torch.empty(0), [Unreadable("a.jpg", "the file is empty")]
+    )
+    with pytest.raises(ValueError, match="none of the 1 pictures .* a.jpg: the file is empty"):
+        Classification(settings()).train_step(torch.nn.Identity(), batch)
+
+
+def test_mixup_refuses_odd_batches():
+    with pytest.raises(ValueError, match="even --batch-size, got 15"):
+        Classification(settings(augment={"cutmix": 1.0}, optim={"batch_size": 15}))
+
+
+def test_fine_tuning_takes_the_body_and_a_new_head(trained):
+    kwargs = dict(embed_dims=(16,) * 4, num_heads=(1,) * 4, depths=(1,) * 4, mlp_ratio=1.0)
+    source, _ = load_classifier(trained / "best")
+    same = create_network("softpp_tiny", 10, 32, kwargs)
+    assert load_pretrained(same, trained / "best", "softpp_tiny")
+    assert torch.equal(same.head.weight, source.head.weight)
+    other = create_network("softpp_tiny", 3, 64, kwargs)  # another size, too
+    head = other.head.weight.clone()
+    assert not load_pretrained(other, trained / "best", "softpp_tiny")
+    assert torch.equal(other.head.weight, head)
+    assert torch.equal(other.stem[0].conv.weight, source.stem[0].conv.weight)
+    with pytest.raises(ValueError, match="another architecture than softpp_tiny"):
+        load_pretrained(create_network("softpp_tiny", 3, 32, {}), trained / "best", "softpp_tiny")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_weights_come_from_files_of_timm_too(tmp_path, suffix):
+    from safetensors.torch import save_file
+
+    kwargs = dict(embed_dim=16, depth=1, num_heads=1, patch_size=16)
+    source = create_network("vit_tiny_patch16_224", 5, 32, kwargs)
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".pth":
+        torch.save({"state_dict": source.state_dict()}, path)
+    else:
+        save_file(source.state_dict(), path)
+    model = create_network("vit_tiny_patch16_224", 7, 32, kwargs)
+    assert not load_pretrained(model, path, "vit_tiny_patch16_224")
+    assert torch.equal(model.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
+
+
+def test_frozen_parameters_stay_and_the_others_move(tmp_path):
+    task_settings = settings(tmp_path, model={"freeze": ("stem.*", "stages.0.*")})
+    torch.manual_seed(0)
+    train_classification(task_settings)
+    moved, _ = load_classifier(tmp_path / "last")
+    still = dataclasses.replace(task_settings, optim=OptimSettings(batch_size=16, steps=1, lr=0.0))
+    still = dataclasses.replace(still, run=dataclasses.replace(still.run, output=tmp_path / "0"))
+    train_classification(still)
+    start, _ = load_classifier(tmp_path / "0" / "last")
+    for (name, before), after in zip(start.named_parameters(), moved.parameters(), strict=True):
+        frozen = name.startswith(("stem.", "stages.0."))
+        assert torch.equal(before, after) == frozen, name
+
+
+def test_globs_that_match_nothing_are_refused():
+    with pytest.raises(ValueError, match="--freeze 'body.*' matches no parameter; they are named"):
+        freeze(torch.nn.Linear(2, 2), ["body.*"])
+
+
+def test_later_layers_learn_faster_with_layer_decay():
+    task = Classification(settings())
+    optim = OptimSettings(layer_decay=0.5)
+    model = task.build_model()
+    scales = {
+        id(parameter): group["lr_scale"]
+        for group in task.parameter_groups(model, optim)
+        for parameter in group["params"]
+    }
+    assert scales[id(model.head.weight)] == 1.0
+    assert scales[id(model.stem[0].conv.weight)] < 0.1
+
+
+def test_norms_and_positions_have_no_weight_decay():
+    task = Classification(settings())
+    model = task.build_model()
+    groups = task.parameter_groups(model, OptimSettings(weight_decay=0.05))
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    named = dict(model.named_parameters())
+    assert decay[id(named["stages.0.pos_embed.weight"])] == decay[id(named["head.bias"])] == 0
+    assert decay[id(named["head.weight"])] == 0.05
+
+
+def test_unknown_models_get_advice():
+    with pytest.raises(ValueError, match="no model 'softpp_tinny'; did you mean 'softpp_tiny'"):
+        Classification(settings(model={"model": "softpp_tinny"}))
+    with pytest.raises(ValueError, match="does not take --model-kwargs"):
+        Classification(settings(model={"model_kwargs": ("wings=2",)}))

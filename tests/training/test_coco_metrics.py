@@ -1,0 +1,120 @@
+"""AP is 100 for the truth, the same by both packages, and each image counts once."""
+
+import pytest
+import torch
+
+pytest.importorskip("faster_coco_eval")
+
+from softfree.data.coco import decode_mask, shape_annotations
+from softfree.training.coco_metrics import CocoMetrics
+from softfree.training.distributed import Processes
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+TRUTH = shape_annotations(12, split="val")
+CATEGORIES = [category["id"] for category in TRUTH["categories"]]
+
+
+def truth_of(image_id):
+    objects = [a for a in TRUTH["annotations"] if a["image_id"] == image_id]
+    boxes = torch.tensor([a["bbox"] for a in objects], dtype=torch.float32)
+    boxes[:, 2:] += boxes[:, :2]
+    masks = [torch.from_numpy(decode_mask(a["segmentation"], 96, 96)) for a in objects]
+    return dict(
+        boxes=boxes,
+        labels=torch.tensor([a["category_id"] for a in objects]),
+        scores=torch.linspace(0.9, 0.5, len(objects)),
+        masks=torch.stack(masks)[:, None].float(),
+    )
+
+
+def noisy(image_id):
+    """The truth moved, with a wrong label here and there and a false box more."""
+    generator = torch.Generator().manual_seed(image_id)
+    found = truth_of(image_id)
+    shift = 6 * torch.rand(len(found["boxes"]), 4, generator=generator)
+    labels = found["labels"].clone()
+    labels[::3] = labels[::3] % 5 + 1
+    return dict(
+        boxes=torch.cat([found["boxes"] + shift, torch.tensor([[1.0, 1.0, 30.0, 30.0]])]),
+        labels=torch.cat([labels, torch.tensor([1])]),
+        scores=torch.rand(len(labels) + 1, generator=generator),
+        masks=torch.cat([found["masks"].roll(3, -1), torch.ones(1, 1, 96, 96)]),
+    )
+
+
+def figures(detections, package=None, masks=True):
+    metrics = CocoMetrics(TRUTH, CATEGORIES, masks=masks, package=package)
+    for image_id, found in detections.items():
+        metrics.update([image_id], [found])
+    return metrics.compute(ALONE)
+
+
+def test_the_truth_scores_100():
+    scores = figures({i: truth_of(i) for i in range(12)})
+    assert scores["box_AP"] == scores["mask_AP"] == pytest.approx(100)
+    # No shape is as large as 96², so there is no such figure.
+    assert "box_APL" not in scores
+    assert {"box_AP50", "box_AP75", "box_APS", "box_APM", "mask_AP50"} <= scores.keys()
+
+
+def test_both_packages_give_the_same_figures():
+    pytest.importorskip("pycocotools")
+    detections = {i: noisy(i) for i in range(12)}
+    ours = figures(detections, "faster-coco-eval")
+    other = figures(detections, "pycocotools")
+    assert ours.keys() == other.keys()
+    assert 5 < ours["box_AP"] < 95
+    for name, value in ours.items():
+        assert value == pytest.approx(other[name], abs=1e-6), name
+
+
+def test_no_detections_score_zero():
+    empty = {key: value[:0] for key, value in truth_of(0).items()}
+    assert figures({i: empty for i in range(12)})["box_AP"] == 0
+
+
+def test_an_image_given_twice_counts_once():
+    metrics = CocoMetrics(TRUTH, CATEGORIES)
+    for _ in range(2):
+        for i in range(12):
+            metrics.update([i], [truth_of(i)])
+    assert metrics.compute(ALONE)["box_AP"] == pytest.approx(100)
+
+
+def test_only_evaluated_images_count():
+    assert figures({3: truth_of(3)}, masks=False)["box_AP"] == pytest.approx(100)
+
+
+def test_a_crowd_is_no_object_to_be_missed():
+    truth = {**TRUTH, "annotations": [dict(a) for a in TRUTH["annotations"]]}
+    truth["annotations"][0]["iscrowd"] = 1
+    metrics = CocoMetrics(truth, CATEGORIES)
+    for i in range(12):
+        found = truth_of(i)
+        if i == truth["annotations"][0]["image_id"]:
+            found = {key: value[1:] for key, value in found.items()}
+        metrics.update([i], [found])
+    assert metrics.compute(ALONE)["box_AP"] == pytest.approx(100)
+
+
+def test_the_background_is_no_category():
+    found = truth_of(0)
+    with_background = {
+        "boxes": torch.cat([found["boxes"], found["boxes"][:1]]),
+        "labels": torch.cat([found["labels"], torch.tensor([0])]),
+        "scores": torch.cat([found["scores"], torch.tensor([1.0])]),
+    }
+    assert figures({0: with_background}, masks=False)["box_AP"] == pytest.approx(100)
+
+
+def test_predictions_of_several_processes_are_put_together(monkeypatch):
+    # What the other process sent, in place of a second process: gathering itself is tested elsewhere.
+    other = CocoMetrics(TRUTH, CATEGORIES)
+    mine = CocoMetrics(TRUTH, CATEGORIES)
+    for i in range(12):
+        (mine if i % 2 else other).update([i], [truth_of(i) if i % 2 else noisy(i)])
+    monkeypatch.setattr(
+        "softfree.training.coco_metrics.gather", lambda values, _: values + [*other.results.items()]
+    )
+    together = {i: truth_of(i) if i % 2 else noisy(i) for i in range(12)}
+    assert mine.compute(ALONE) == figures(together, masks=False)

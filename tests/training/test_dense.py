@@ -1,0 +1,63 @@
+"""Parameter groups of dense models: every parameter once, no decay where none is due, slower early layers."""
+
+import pytest
+import torch
+
+from softfree.models.detection import retinanet
+from softfree.training.dense import BackboneSettings, dense_parameter_groups, small_backbone
+from softfree.training.settings import OptimSettings
+from tests.models.small import PYRAMID
+
+
+@pytest.fixture(scope="module")
+def model():
+    return retinanet("softpp_tiny", 3, width=16, backbone_kwargs=PYRAMID)
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_every_parameter_is_in_one_group(model, layer_decay):
+    optim = OptimSettings(layer_decay=layer_decay, weight_decay=0.1)
+    groups = dense_parameter_groups(model, model.backbone.features.body, optim)
+    grouped = [id(p) for group in groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_biases_norms_and_positions_are_not_decayed(model, layer_decay):
+    optim = OptimSettings(layer_decay=layer_decay, weight_decay=0.1)
+    groups = dense_parameter_groups(model, model.backbone.features.body, optim)
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        free = parameter.ndim == 1 or "pos_embed" in name or "cls_token" in name
+        assert decay[id(parameter)] == (0 if free else 0.1), name
+
+
+def test_early_layers_learn_slower_and_the_heads_at_the_full_rate(model):
+    groups = dense_parameter_groups(
+        model, model.backbone.features.body, OptimSettings(layer_decay=0.5)
+    )
+    scale = {id(p): group.get("lr_scale", 1.0) for group in groups for p in group["params"]}
+    backbone = model.backbone.features.body.model
+    stem = scale[id(backbone.stem[0].conv.weight)]
+    first = scale[id(backbone.stages[0].blocks[0].mlp.fc1.weight)]
+    last = scale[id(backbone.stages[3].blocks[0].mlp.fc1.weight)]
+    head = scale[id(model.head.classification_head.cls_logits.weight)]
+    assert stem < first < last <= head == 1
+
+
+def test_layer_decay_of_a_backbone_that_does_not_tell_its_layers_is_refused():
+    with pytest.raises(ValueError, match="--layer-decay needs a backbone that tells its layers"):
+        dense_parameter_groups(
+            torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), OptimSettings(layer_decay=0.5)
+        )
+
+
+def test_backbone_arguments_are_typed_as_for_classification():
+    settings = BackboneSettings(model_kwargs=("depths=1,1,2,1", "landmarks=conv"))
+    assert settings.arguments() == {"landmarks": "conv", "depths": (1, 1, 2, 1)}
+
+
+def test_shapes_are_learned_with_few_channels_by_our_pyramids_alone():
+    assert "embed_dims=32,64,128,192" in small_backbone([])
+    assert small_backbone(["--steps", "3", "--model=soft_tiny"]) == small_backbone([])
+    assert small_backbone(["--model", "resnet18"]) == ()

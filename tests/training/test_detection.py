@@ -1,0 +1,161 @@
+"""Detection on the engine: recipes are the papers', a run learns, and its checkpoint is enough to go on."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("faster_coco_eval")
+
+from softfree.data.detection import load_detection
+from softfree.training.detection import (
+    RECIPES,
+    Detection,
+    DetectionSettings,
+    load_detector,
+    recipe,
+    train_detection,
+)
+from softfree.training.distributed import Processes
+from softfree.training.engine import train
+from softfree.training.settings import override, settings_to_json
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+TINY = ("embed_dims=16,32,48,64", "num_heads=1,2,3,4", "depths=1,1,1,1", "img_size=64")
+
+
+def tiny(tmp_path, detector="retinanet", **optim) -> DetectionSettings:
+    return override(
+        override(DetectionSettings(), recipe("shapes")),
+        {
+            "data": dict(short_sides=(64,), short_side=64),
+            "detector": dict(detector=detector, width=16, anchor_size=10, proposals=16),
+            "backbone": dict(model_kwargs=TINY),
+            "optim": dict(dict(batch_size=2, steps=3, warmup_steps=1), **optim),
+            "run": dict(output=tmp_path / "out", eval_every=0, log_interval=1),
+        },
+    )
+
+
+def shapes(detector="retinanet", count=6):
+    return load_detection(None, masks=detector == "mask-rcnn", shapes=(count, 3), side=64)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_fits_the_settings(name):
+    assert override(DetectionSettings(), recipe(name)).recipe == name
+
+
+def test_the_recipes_are_those_of_the_paper():
+    one = override(DetectionSettings(), recipe("1x"))
+    three = override(DetectionSettings(), recipe("3x"))
+    assert (one.optim.epochs, one.optim.decay_milestones) == (12, (8, 11))
+    assert (three.optim.epochs, three.optim.decay_milestones) == (36, (27, 33))
+    for settings in (one, three):
+        assert (settings.optim.lr, settings.optim.weight_decay, settings.optim.batch_size) == (
+            1e-4,
+            0.01,
+            16,
+        )
+        assert (settings.data.short_side, settings.data.max_size) == (800, 1333)
+    assert one.data.short_sides == (800,)
+    assert (min(three.data.short_sides), max(three.data.short_sides)) == (480, 800)
+
+
+def test_without_a_recipe_the_data_decide():
+    assert recipe("", ["--data-dir", "coco"])["recipe"] == "1x"
+    assert recipe("", [])["recipe"] == "shapes"
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask-rcnn"])
+def test_a_run_writes_a_checkpoint_that_gives_the_same_detections(tmp_path, detector):
+    settings = tiny(tmp_path, detector)
+    task = Detection(settings, shapes(detector))
+    outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
+    assert outcome.position.step == 3
+    assert task.metric in outcome.scores
+    model, metadata = load_detector(tmp_path / "out" / "best")
+    assert metadata["class_names"] == ["circle", "square", "triangle", "star", "cross"]
+    assert metadata["detector"] == detector
+    again, _ = load_detector(tmp_path / "out" / "best")
+    image = torch.rand(3, 64, 64)
+    with torch.no_grad():
+        first, second = model([image])[0], again([image])[0]
+    torch.testing.assert_close(first["boxes"], second["boxes"])
+    assert (
+        json.loads((tmp_path / "out" / "best" / "metadata.json").read_text())["task"] == "detection"
+    )
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path):
+    settings = tiny(tmp_path)
+    # The rate of a step must not depend on the length of the run.
+    full = dataclasses.replace(settings.optim, sched="multistep")
+    half = dataclasses.replace(full, steps=2)
+    parts = dataclasses.replace(settings.run, output=tmp_path / "parts")
+    straight = dataclasses.replace(settings.run, output=tmp_path / "straight")
+    for optim, run in (
+        (full, straight),
+        (half, parts),
+        (full, dataclasses.replace(parts, resume="auto")),
+    ):
+        train(Detection(settings, shapes()), optim, run, "{}")
+    one, _ = load_detector(tmp_path / "straight" / "last")
+    other, _ = load_detector(tmp_path / "parts" / "last")
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[name], msg=name)
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask-rcnn"])
+def test_a_few_steps_on_one_batch_lower_the_loss(tmp_path, detector):
+    torch.manual_seed(1)
+    task = Detection(tiny(tmp_path, detector), shapes(detector, 2))
+    task.train_data.transform = None
+    model = task.build_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    batch = task.collate([task.train_data[0], task.train_data[1]])
+    losses = []
+    for _ in range(12):
+        loss, numbers = task.train_step(model, batch)
+        assert loss.item() == pytest.approx(
+            sum(value.item() for value in numbers.values()), rel=1e-4
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses[-3:]) < 0.8 * losses[0]
+
+
+def test_the_order_of_an_epoch_keeps_wide_and_tall_apart(tmp_path):
+    data = shapes(count=8)
+    for index, image in enumerate(data.train.images):
+        image["width"], image["height"] = (80, 64) if index % 2 else (64, 80)
+    order = Detection(tiny(tmp_path), data).order(torch.Generator().manual_seed(0), 2)
+    pairs = [{index % 2 for index in order[i : i + 2]} for i in range(0, 8, 2)]
+    assert all(len(pair) == 1 for pair in pairs)
+
+
+def test_a_batch_without_a_readable_picture_is_an_error_that_names_one(tmp_path):
+    from softfree.data.images import Unreadable
+
+    task = Detection(tiny(tmp_path), shapes())
+    batch = task.collate([Unreadable("a.jpg", "the file is empty")])
+    with pytest.raises(ValueError, match="a.jpg: the file is empty"):
+        task.train_step(torch.nn.Identity(), batch)
+
+
+def test_an_unknown_model_is_refused_before_anything_is_read(tmp_path):
+    settings = override(tiny(tmp_path), {"backbone": dict(model="softpp_tinny")})
+    with pytest.raises(ValueError, match="did you mean 'softpp_tiny'"):
+        train_detection(settings)
+
+
+def test_a_checkpoint_of_another_task_is_refused(tmp_path):
+    settings = tiny(tmp_path)
+    train(Detection(settings, shapes()), settings.optim, settings.run, "{}")
+    path = tmp_path / "out" / "best" / "metadata.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "task": "classification"}))
+    with pytest.raises(ValueError, match="is a checkpoint of classification, not of detection"):
+        load_detector(path.parent)

@@ -1,0 +1,369 @@
+"""The loop: resume is exact, signals are granted, bad numbers are left out, files are safe."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from softfree.data.images import Unreadable
+from softfree.training import checkpoint
+from softfree.training.checkpoint import read_checkpoint, read_state, read_weights
+from softfree.training.guard import NonFiniteError
+
+from .toy import EVAL_SAMPLES, SAMPLES, Toy, run_toy
+
+PROGRAM = str(Path(__file__).with_name("toy.py"))
+STEPS = 3 * (SAMPLES // 8)
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(output):
+    return [float(row["loss"]) for row in read(output / "train.csv")]
+
+
+def flatten(value, name=""):
+    """Pairs of a name and a tensor or number, of nested dicts and lists."""
+    if isinstance(value, dict):
+        return [pair for key in value for pair in flatten(value[key], f"{name}.{key}")]
+    if isinstance(value, (list, tuple)):
+        return [pair for i, part in enumerate(value) for pair in flatten(part, f"{name}.{i}")]
+    return [(name, value)]
+
+
+def assert_same_run(one, other):
+    """Weights, their average, optimizer, position and losses are the same, bit by bit."""
+    for name in ("model.safetensors", "ema.safetensors"):
+        first, second = one / "last" / name, other / "last" / name
+        assert first.exists() == second.exists()
+        assert not first.exists() or first.read_bytes() == second.read_bytes()
+    states = [flatten(read_state(output / "last")) for output in (one, other)]
+    assert len(states[0]) > 10
+    for (name, value), (other_name, other_value) in zip(*states, strict=True):
+        assert name == other_name
+        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+        assert same(value, other_value), name
+    assert losses(one) == losses(other)
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(tmp_path):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--kill-often", str(killed)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["status"] == 0
+    assert result["attempts"] > 10 and result["during_write"] > 3
+    run_toy(whole, save_every="3", model_ema=True, epochs=10)
+    assert_same_run(killed, whole)
+    assert not [path for path in killed.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(workers=2),
+        dict(grad_accum_steps=2, batch_size=4),
+        dict(model_ema=True, amp_dtype="bfloat16"),
+        dict(amp_dtype="float16"),
+        dict(steps=13, sched="linear", warmup_epochs=0, warmup_steps=3),
+    ],
+    ids=str,
+)
+def test_a_run_stopped_within_an_epoch_goes_on_as_if_nothing_had_been(tmp_path, changes):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_toy(whole, **changes)
+    passes = changes.get("grad_accum_steps", 1)
+    first = run_toy(stopped, stop_at=8 * passes, **changes)
+    assert first.stopped and first.position.step == 8
+    second = run_toy(stopped, resume="auto", **changes)
+    assert not second.stopped and second.position.step == changes.get("steps", STEPS)
+    assert_same_run(whole, stopped)
+
+
+def test_the_number_of_loading_processes_changes_nothing(tmp_path):
+    run_toy(tmp_path / "none", workers=0)
+    run_toy(tmp_path / "two", workers=2)
+    assert_same_run(tmp_path / "none", tmp_path / "two")
+
+
+def test_another_seed_changes_the_run(tmp_path):
+    run_toy(tmp_path / "one", seed=1)
+    run_toy(tmp_path / "two", seed=2)
+    assert losses(tmp_path / "one") != losses(tmp_path / "two")
+
+
+class Signalling(Toy):
+    """Sends a signal to its own process in the middle of a step, some times."""
+
+    def __init__(self, step, number, times=1):
+        super().__init__()
+        self.step, self.number, self.times = step, number, times
+
+    def train_step(self, model, batch):
+        if self.calls + 1 == self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+        return super().train_step(model, batch)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number):
+    before = signal.getsignal(number)
+    outcome = run_toy(tmp_path, Signalling(4, number), save_every="100e")
+    assert outcome.stopped
+    assert read_state(tmp_path / "last")["position"]["step"] == 4
+    assert signal.getsignal(number) is before
+
+
+def test_a_stop_at_the_end_of_an_epoch_leaves_the_evaluation_to_the_resumed_run(tmp_path):
+    run_toy(tmp_path, stop_at=SAMPLES // 8)
+    assert not (tmp_path / "eval.csv").exists()
+    run_toy(tmp_path, resume="auto")
+    assert [int(row["step"]) for row in read(tmp_path / "eval.csv")] == [6, 12, 18]
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_toy(tmp_path, Signalling(2, signal.SIGINT, times=2))
+
+
+def test_accumulated_passes_equal_one_large_batch(tmp_path):
+    plain = dict(norm=False, dropout=0.0)
+    run_toy(tmp_path / "one", batch_size=8, **plain)
+    run_toy(tmp_path / "two", batch_size=2, grad_accum_steps=4, **plain)
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), abs=1e-5)
+
+
+def test_every_validation_sample_counts_once_though_the_last_batch_is_short(tmp_path):
+    outcome = run_toy(tmp_path, batch_size=4)
+    assert outcome.scores["samples"] == EVAL_SAMPLES and EVAL_SAMPLES % 4
+
+
+def test_steps_and_not_epochs_count_where_given(tmp_path):
+    outcome = run_toy(tmp_path, steps=7, eval_every=3)
+    assert outcome.position.step == 7
+    assert [int(row["step"]) for row in read(tmp_path / "eval.csv")] == [3, 6, 7]
+
+
+@pytest.fixture
+def saved_steps(monkeypatch):
+    """The steps after which OUTPUT/last was written."""
+    steps, write = [], checkpoint.write_checkpoint
+
+    def note(folder, weights, metadata, *rest):
+        if folder.name == "last":
+            steps.append(metadata["run"]["step"])
+        write(folder, weights, metadata, *rest)
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", note)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "save_every, expected", [("2", [2, 4, 6, 7]), ("1e", [6, 7]), ("900s", [7])]
+)
+def test_checkpoints_come_as_often_as_asked(tmp_path, saved_steps, save_every, expected):
+    run_toy(tmp_path, steps=7, save_every=save_every)
+    assert saved_steps == expected
+
+
+def test_checkpoints_come_by_the_clock_too(tmp_path, saved_steps):
+    run_toy(tmp_path, steps=4, warmup_epochs=0, save_every="1s", delay=0.08)  # 8 samples a step
+    assert len(saved_steps) >= 2 and saved_steps[-1] == 4
+
+
+class Spoiled(Toy):
+    """Some steps have a batch that is not a number."""
+
+    def __init__(self, steps, **kwargs):
+        super().__init__(**kwargs)
+        self.steps, self.step = set(steps), 0
+
+    def train_step(self, model, batch):
+        self.step += 1
+        x, y = batch
+        return super().train_step(model, (x * float("nan") if self.step in self.steps else x, y))
+
+
+@pytest.mark.parametrize("log_interval", [1, 5])
+def test_a_step_without_a_finite_gradient_is_left_out_and_counted(tmp_path, log_interval):
+    reference = run_toy(tmp_path / "short", steps=4, sched="multistep", warmup_epochs=0)
+    spoiled = run_toy(
+        tmp_path / "spoiled", Spoiled({5, 6}), steps=6, sched="multistep", warmup_epochs=0,
+        log_interval=log_interval, save_every="1",
+    )  # fmt: skip
+    assert reference.position.skipped == 0 and spoiled.position.skipped == 2
+    weights = read_weights(tmp_path / "spoiled" / "last")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    for name, tensor in read_weights(tmp_path / "short" / "last").items():
+        # Batch norms' count of batches goes on, for it is no number that could be spoiled.
+        if not name.endswith("num_batches_tracked"):
+            assert torch.equal(tensor, weights[name]), name
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run_and_name_the_layer(tmp_path):
+    class Broken(Toy):
+        def build_model(self):
+            model = super().build_model()
+            nn.init.constant_(model.blocks[2].bias, float("inf"))
+            return model
+
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row.*blocks\.2 \(Linear; its input is"):
+        run_toy(tmp_path, Broken(), max_skipped=3)
+    with pytest.raises(NonFiniteError, match="blocks.0 .*its input has, too"):
+        run_toy(tmp_path / "data", Spoiled(range(2, 100)), max_skipped=3)
+    assert not (tmp_path / "data" / "last").exists()
+
+
+def test_bad_steps_that_are_not_in_a_row_do_not_stop_the_run(tmp_path):
+    outcome = run_toy(tmp_path, Spoiled(range(1, 100, 2)), max_skipped=2)
+    assert outcome.position.step == STEPS and outcome.position.skipped == STEPS // 2
+
+
+def test_the_moving_average_is_evaluated_and_kept(tmp_path):
+    run_toy(tmp_path, model_ema=True, model_ema_decay=0.9)
+    last = tmp_path / "last"
+    average, weights = read_weights(last, "ema.safetensors"), read_weights(last)
+    assert average.keys() == weights.keys()
+    assert not torch.equal(average["head.weight"], weights["head.weight"])
+    assert torch.equal(read_checkpoint(last).weights["head.weight"], average["head.weight"])
+
+
+def test_an_earlier_run_is_not_overwritten(tmp_path):
+    run_toy(tmp_path)
+    before = (tmp_path / "last" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="already has a run; go on with --resume auto"):
+        run_toy(tmp_path, seed=7)
+    assert (tmp_path / "last" / "model.safetensors").read_bytes() == before
+
+
+def test_a_process_that_torchrun_started_again_goes_on_by_itself(tmp_path, monkeypatch):
+    run_toy(tmp_path, stop_at=8)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_toy(tmp_path).position.step == STEPS
+
+
+def test_a_finished_run_can_be_resumed_and_does_nothing(tmp_path):
+    run_toy(tmp_path)
+    before = (tmp_path / "last" / "state.pt").read_bytes()
+    assert run_toy(tmp_path, resume="auto").position.step == STEPS
+    assert (tmp_path / "last" / "state.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(batch_size=10), "global batch 8, this run has 10"),
+        (dict(seed=3), "seed 42, this run has 3"),
+        (dict(norm=False), "another architecture than layers: norm.bias is not"),
+        (dict(epochs=1), "step 8, beyond this run's end at 6"),
+        (dict(resume="nowhere"), "no checkpoint at nowhere"),
+    ],
+)
+def test_a_resume_that_does_not_fit_is_refused(tmp_path, changes, message):
+    run_toy(tmp_path, stop_at=8, warmup_epochs=0)
+    changes = {"resume": "auto", "warmup_epochs": 0, **changes}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_toy(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "metadata.json"])
+def test_a_truncated_checkpoint_is_refused(tmp_path, name):
+    run_toy(tmp_path, stop_at=8)
+    file = tmp_path / "last" / name
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=f"{name} is unreadable, perhaps cut off"):
+        run_toy(tmp_path, resume="auto")
+
+
+def test_the_best_checkpoint_is_no_point_to_resume_from(tmp_path):
+    run_toy(tmp_path)
+    with pytest.raises(ValueError, match="no state.pt.*use OUTPUT/last"):
+        run_toy(tmp_path / "other", resume=str(tmp_path / "best"))
+
+
+def test_logs_of_a_resumed_run_have_each_step_once(tmp_path):
+    run_toy(tmp_path, stop_at=9, save_every="2")
+    with (tmp_path / "train.csv").open("a") as file:
+        file.write("10,1.5,0.1,0.2,0.3,0.1,1,1,0\n11,1.8,0.")
+    run_toy(tmp_path, resume="auto")
+    assert [int(row["step"]) for row in read(tmp_path / "train.csv")] == list(range(1, STEPS + 1))
+
+
+def test_files_that_could_not_be_read_are_named_once(tmp_path, capsys):
+    class WithBadFiles(Toy):
+        def collate(self, samples):
+            batch = super().collate(samples)
+            return _Batch(*batch, [Unreadable("a/b.jpg", "the file is empty")])
+
+        def train_step(self, model, batch):
+            return super().train_step(model, (batch.x, batch.y))
+
+        def collate_eval(self, samples):
+            return super().collate(samples)
+
+    run_toy(tmp_path, WithBadFiles())
+    assert capsys.readouterr().out.count("skipped a/b.jpg: the file is empty") == 1
+
+
+class _Batch(tuple):
+    """A named tuple with a list of unreadable files, as pictures have."""
+
+    _fields = ("x", "y", "unreadable")
+    x = property(lambda self: self[0])
+    y = property(lambda self: self[1])
+    unreadable = property(lambda self: self[2])
+
+    def __new__(cls, *parts):
+        return super().__new__(cls, parts)
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="one step takes 64 samples .* only 50 to train on"):
+        run_toy(tmp_path, batch_size=64)
+
+
+@pytest.mark.slow
+def test_a_terminated_program_has_its_own_exit_code_and_goes_on(tmp_path):
+    command = [sys.executable, PROGRAM, str(tmp_path), "--delay", "0.01", "--workers", "1"]
+    process = subprocess.Popen(command, start_new_session=True)
+    while not (tmp_path / "train.csv").exists():
+        assert process.poll() is None
+    # To the whole group, loading processes too, as schedulers and terminals do.
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    assert subprocess.run([*command, "--resume", "auto"], timeout=60).returncode == 0
+    run_toy(tmp_path / "whole")
+    assert_same_run(tmp_path, tmp_path / "whole")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_does_not_wait_for_the_device_between_logs(tmp_path):
+    class Watched(Toy):
+        step = 0
+
+        def train_step(self, model, batch):
+            self.step += 1
+            torch.cuda.set_sync_debug_mode("error" if 2 < self.step < 6 else "default")
+            return super().train_step(model, batch)
+
+    try:
+        run_toy(tmp_path, Watched(), device="cuda", steps=6, log_interval=100, model_ema=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,181 @@
+"""Training on the Long Range Arena: presets, learning, resume, the test at the end, clear errors."""
+
+import json
+
+import pytest
+import torch
+
+import softfree_cli
+from softfree.data.longrange import TASKS, PadSequences
+from softfree.layers import ATTENTIONS
+from softfree.training.checkpoint import read_weights
+from softfree.training.longrange import (
+    PRESETS,
+    LongRange,
+    load_sequence_model,
+    parse_longrange,
+    train_longrange,
+)
+
+QUICK = ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1", "--mlp-dim", "16"]
+
+
+@pytest.fixture
+def reviews(tmp_path):
+    """Texts whose class is a word in them."""
+    for split, count in (("train", 64), ("test", 32)):
+        lines = [
+            json.dumps(
+                {"text": f"{'.' * (i % 7)} {('awful', 'great')[i % 2]} film", "label": i % 2}
+            )
+            for i in range(count)
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def arguments(reviews, output, *more):
+    return ["--task", "text", "--data-dir", str(reviews), "--output", str(output), *QUICK, *more]
+
+
+SPEC = {  # batch, lr, warm-up, steps
+    "listops": (32, 1e-4, 1000, 5000),
+    "text": (32, 1e-4, 8000, 20000),
+    "retrieval": (32, 1e-4, 800, 30000),
+    "image": (256, 1e-4, 175, 35000),
+}
+
+
+@pytest.mark.parametrize("name", SPEC)
+def test_presets_are_the_papers(name):
+    settings = parse_longrange(["--task", name])
+    optim = settings.optim
+    assert (optim.batch_size, optim.lr, optim.warmup_steps, optim.steps) == SPEC[name]
+    assert (optim.sched, optim.weight_decay, optim.clip_grad) == ("linear", 0.0, 0.0)
+    assert settings.data.task == name and settings.recipe == name
+    model = settings.model
+    assert (model.depth, model.dim, model.mlp_dim, model.num_heads) == (2, 64, 128, 2)
+    assert (model.pooling, model.dropout) == ("mean", 0.1)
+    task = TASKS[name]
+    expected = {
+        "listops": (2000, 32, 10),
+        "text": (4000, 512, 2),
+        "retrieval": (4000, 512, 2),
+        "image": (1024, 512, 10),
+    }[name]
+    assert (task.length, task.vocab_size, task.num_classes) == expected
+    assert task.pair == (name == "retrieval")
+
+
+def test_every_task_has_a_preset():
+    assert set(PRESETS) == set(TASKS)
+
+
+def test_fewer_steps_shorten_the_warm_up_and_flags_win():
+    optim = parse_longrange(["--task", "text", "--steps", "200"]).optim
+    assert (optim.steps, optim.warmup_steps) == (200, 80)
+    optim = parse_longrange(["--steps", "200", "--warmup-steps", "5", "--batch-size=3"]).optim
+    assert (optim.warmup_steps, optim.batch_size) == (5, 3)
+
+
+def test_the_batch_of_a_preset_is_shared_out_among_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse_longrange(["--task", "image"]).optim.batch_size == 64
+    assert parse_longrange(["--task", "image", "--batch-size", "100"]).optim.batch_size == 100
+
+
+@pytest.mark.parametrize("attention", ["softpp", "softmax"])
+def test_a_model_learns_and_its_checkpoint_gives_the_test_accuracy_again(
+    reviews, tmp_path, attention
+):
+    settings = parse_longrange(
+        arguments(
+            reviews, tmp_path / "out", "--attention", attention, "--steps", "60", "--lr", "1e-2",
+            "--batch-size", "16", "--eval-every", "20",
+        )
+    )  # fmt: skip
+    outcome = train_longrange(settings)
+    assert outcome.position.step == 60
+    result = json.loads((tmp_path / "out" / "test.json").read_text())
+    assert result["accuracy"] == 100 and result["samples"] == 32
+    model, metadata = load_sequence_model(tmp_path / "out" / "best")
+    assert metadata["class_names"] == ["negative", "positive"]
+    assert metadata["model_kwargs"]["attention"] == attention
+    test = LongRange(settings).data.test
+    batch = PadSequences(4000)([test[i] for i in range(len(test))])
+    assert torch.equal(model(batch.tokens, batch.mask).argmax(-1), batch.labels)
+
+
+def test_a_run_that_is_resumed_ends_like_one_that_was_not(reviews, tmp_path):
+    def run(name, steps, *more):
+        options = ["--batch-size", "8", "--warmup-steps", "2", "--eval-every", "100", *more]
+        train_longrange(
+            parse_longrange(arguments(reviews, tmp_path / name, "--steps", steps, *options))
+        )
+        return read_weights(tmp_path / name / "last")
+
+    whole = run("whole", "8", "--sched", "multistep")
+    run("parts", "4", "--sched", "multistep")
+    parts = run("parts", "8", "--sched", "multistep", "--resume", "auto")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_attention_trains_from_the_command_line(reviews, tmp_path, attention, capsys):
+    options = ["--attention", attention, "--steps", "2", "--batch-size", "4"]
+    code = softfree_cli.main(["train", "longrange", *arguments(reviews, tmp_path / "o", *options)])
+    assert code == 0
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_listops_needs_no_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = ["--listops-train", "8", "--listops-eval", "2", "--steps", "1", "--batch-size", "2"]
+    options += ["--attention-options", "stride=100", "--output", str(tmp_path / "out"), *QUICK]
+    assert train_longrange(parse_longrange(options)).position.step == 1
+    assert list((tmp_path / "cache" / "softfree").glob("listops*.npz"))
+
+
+def test_pairs_train(tmp_path):
+    rows = [f"{i % 2}.0\ta\tb\tone {i}\ttwo {i}" for i in range(8)]
+    for split in ("train", "eval", "test"):
+        (tmp_path / f"pairs.{split}.tsv").write_text("\n".join(rows))
+    options = [
+        "--task",
+        "retrieval",
+        "--data-dir",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    options += ["--steps", "2", "--batch-size", "4", *QUICK]
+    assert train_longrange(parse_longrange(options)).position.step == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "sort"], "--task must be one of listops, text"),
+        (["--task", "text"], "--task text needs --data-dir with IMDb's"),
+        (["--attention", "linear"], "--attention must be one of soft, softpp"),
+        (["--pooling", "max"], "--pooling must be one of mean, cls, got 'max'"),
+        (["--attention-options", "strides=3"], "--attention-options: attention has no option 'strides'"),
+        (["--attention-options", "stride"], "must look like"),
+        (["--listops-train", "0"], "--listops-train must be at least 1"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_in_one_line(options, message, capsys, tmp_path):
+    command = ["train", "longrange", "--output", str(tmp_path / "out"), *options]
+    assert softfree_cli.main(command) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_a_checkpoint_of_another_task_is_refused(reviews, tmp_path):
+    train_longrange(
+        parse_longrange(arguments(reviews, tmp_path / "out", "--steps", "1", "--batch-size", "4"))
+    )
+    path = tmp_path / "out" / "best" / "metadata.json"
+    path.write_text(path.read_text().replace('"task": "longrange"', '"task": "classification"'))
+    with pytest.raises(ValueError, match="is a checkpoint of classification, not of longrange"):
+        load_sequence_model(tmp_path / "out" / "best")

@@ -1,0 +1,145 @@
+"""Segmentation on the engine: recipes are the papers', mIoU is the data set's, a run's checkpoint is enough."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("segmentation_models_pytorch")
+pytest.importorskip("torchmetrics")
+
+from softfree.data.segmentation import IGNORE, SegmentationBatch, load_segmentation
+from softfree.training.classification import Normalize
+from softfree.training.distributed import Processes
+from softfree.training.engine import train
+from softfree.training.segmentation import (
+    RECIPES,
+    Segmentation,
+    SegmentationSettings,
+    evaluate_segmenter,
+    load_segmenter,
+    predict_classes,
+    recipe,
+)
+from softfree.training.settings import override, settings_to_json
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+TINY = ("embed_dims=16,32,48,64", "num_heads=1,2,3,4", "depths=1,1,1,1", "img_size=64")
+UNCHANGED = Normalize((0.0, 0.0, 0.0), (1 / 255,) * 3)
+
+
+def tiny(tmp_path, **optim) -> SegmentationSettings:
+    return override(
+        override(SegmentationSettings(), recipe("shapes")),
+        {
+            "data": dict(crop=64),
+            "decoder": dict(width=16),
+            "backbone": dict(model_kwargs=TINY),
+            "optim": dict(dict(batch_size=2, steps=3, warmup_steps=1), **optim),
+            "run": dict(output=tmp_path / "out", eval_every=0, log_interval=1),
+        },
+    )
+
+
+def shapes(count=6):
+    return load_segmentation(None, shapes=(count, 3), side=64)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_fits_the_settings(name):
+    assert override(SegmentationSettings(), recipe(name)).recipe == name
+
+
+def test_the_recipes_are_those_of_the_paper():
+    ade20k = override(SegmentationSettings(), recipe("ade20k"))
+    cityscapes = override(SegmentationSettings(), recipe("cityscapes"))
+    assert (ade20k.optim.steps, ade20k.data.crop) == (160_000, 512)
+    assert (cityscapes.optim.steps, cityscapes.data.crop) == (40_000, 768)
+    assert ade20k.optim.lr == cityscapes.optim.lr == 6e-4
+    assert ade20k.data.scales == (1.0, 1.0)
+
+
+def test_a_run_writes_a_checkpoint_that_gives_the_same_classes(tmp_path):
+    settings = tiny(tmp_path)
+    outcome = train(
+        Segmentation(settings, shapes()), settings.optim, settings.run, settings_to_json(settings)
+    )
+    assert outcome.scores.keys() >= {"mIoU", "accuracy"}
+    model, metadata = load_segmenter(tmp_path / "out" / "best")
+    assert metadata["class_names"][0] == "ground"
+    again, _ = load_segmenter(tmp_path / "out" / "best")
+    image = torch.randn(1, 3, 70, 90)
+    with torch.no_grad():
+        torch.testing.assert_close(model(image), again(image))
+
+
+def test_a_few_steps_on_one_batch_lower_the_loss(tmp_path):
+    task = Segmentation(tiny(tmp_path), shapes(2))
+    model = task.build_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    batch = task.collate([task.train_data[0], task.train_data[1]])
+    losses = []
+    for _ in range(12):
+        loss, _ = task.train_step(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_batch_without_a_single_class_gives_no_nan(tmp_path):
+    task = Segmentation(tiny(tmp_path), shapes(2))
+    model = task.build_model().train()
+    batch = SegmentationBatch(
+        torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.full((2, 64, 64), IGNORE), []
+    )
+    loss, _ = task.train_step(model, batch)
+    assert loss.item() == 0
+
+
+class Reader(nn.Module):
+    """Says the class that the picture's red channel holds, at a quarter of the size."""
+
+    def forward(self, image):
+        classes = image[:, 0, ::4, ::4].round().long()
+        return nn.functional.one_hot(classes, 3).permute(0, 3, 1, 2).float()
+
+
+def batch_of(*pairs):
+    """Pairs of (predicted, true) class maps as a batch that ``Reader`` predicts so."""
+    images = [torch.as_tensor(p, dtype=torch.uint8).expand(3, -1, -1) for p, _ in pairs]
+    return SegmentationBatch(images, [torch.as_tensor(t) for _, t in pairs], [])
+
+
+def test_intersections_and_unions_are_summed_over_all_pictures_before_dividing():
+    zeros, ones = torch.zeros(16, 16).long(), torch.ones(16, 16).long()
+    # Class 0: 256 of 512 in the union; class 1: 0 of 256; class 2 occurs nowhere and does not count.
+    batch = batch_of((zeros, zeros), (zeros, ones))
+    scores, of_class = evaluate_segmenter(Reader(), [batch], UNCHANGED, 3, ALONE)
+    assert scores["mIoU"] == pytest.approx(25)
+    assert scores["accuracy"] == pytest.approx(50)
+    assert of_class[:2] == pytest.approx([50, 0])
+    assert of_class[2] != of_class[2]
+
+
+def test_ignored_pixels_do_not_count():
+    zeros = torch.zeros(16, 16).long()
+    truth = zeros.clone()
+    truth[:8] = IGNORE
+    predicted = zeros.clone()
+    predicted[:4] = 1
+    scores, _ = evaluate_segmenter(Reader(), [batch_of((predicted, truth))], UNCHANGED, 3, ALONE)
+    assert scores["mIoU"] == pytest.approx(100)
+
+
+def test_pictures_of_different_sizes_are_evaluated_at_the_size_of_their_class_map():
+    small, large = torch.zeros(16, 16).long(), torch.zeros(32, 48).long()
+    scores, _ = evaluate_segmenter(
+        Reader(), [batch_of((small, large), (large, small))], UNCHANGED, 3, ALONE
+    )
+    assert scores["accuracy"] == pytest.approx(100)
+
+
+def test_windows_give_a_class_for_every_pixel():
+    image = torch.ones(1, 3, 40, 56)
+    assert predict_classes(Reader(), image, (40, 56), window=16).unique().tolist() == [1]
