@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import timm
 import torch
@@ -159,16 +159,16 @@ def check_names(names: Sequence[str]) -> None:
             raise ValueError(f"timm knows no model {name!r}; {advice}")
 
 
-def build(name: str, img_size: int) -> nn.Module:
+def build(name: str, img_size: int, **options: Any) -> nn.Module:
     """An untrained model for images of this size, told the size if it wants to know."""
     torch.manual_seed(0)
     try:
-        return timm.create_model(name, img_size=img_size)
+        return timm.create_model(name, img_size=img_size, **options)
     except TypeError as error:
         # Networks that take any size have no such argument.
         if "img_size" not in str(error):
             raise
-        return timm.create_model(name)
+        return timm.create_model(name, **options)
 
 
 def try_count_macs(network: nn.Module, img_size: int) -> int | None:
@@ -190,11 +190,12 @@ def measure(
     device: torch.device,
     seconds: float,
     report: Callable[[str], None],
+    **options: Any,
 ) -> Throughput:
-    """One row, without its ratios."""
+    """One row, without its ratios; ``options`` are timm's keywords of the model."""
     report(f"{name}: building")
     try:
-        network = build(name, settings.img_size)
+        network = build(name, settings.img_size, **options)
         macs = try_count_macs(network, settings.img_size)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

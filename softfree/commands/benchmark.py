@@ -3,6 +3,8 @@
 `softfree benchmark attention` compares the operator with torch's softmax attention; each of ours is checked
 against the float64 reference first, and a wrong one is not timed (exit code 1).
 `softfree benchmark model NAME ...` compares any models that timm knows, ours among them.
+`softfree benchmark memory` shows how the memory of every attention grows with the tokens (Fig. 1b).
+`softfree benchmark throughput` compares every attention inside one backbone (Table 2).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +12,16 @@ from collections.abc import Callable, Sequence
 import tyro
 
 from softfree.commands._benchmark_attention import attention
+from softfree.commands._benchmark_memory import memory
 from softfree.commands._benchmark_model import model
+from softfree.commands._benchmark_throughput import throughput
 
-BENCHMARKS: dict[str, Callable[..., int]] = {"attention": attention, "model": model}
+BENCHMARKS: dict[str, Callable[..., int]] = {
+    "attention": attention,
+    "memory": memory,
+    "model": model,
+    "throughput": throughput,
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -187,7 +187,7 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
         ),
         (["attention", "--plot", "costs.txt"], "--plot must end in .png, .pdf, .svg"),
         (["attention", "--csv", "."], "--csv must name a file, . is a folder"),
-        (["modle"], "One of attention, model; got 'modle'"),
+        (["modle"], "One of attention, memory, model, throughput; got 'modle'"),
         (["model"], "needs a name"),
         (["model", "softpp_tinny"], "no model 'softpp_tinny'; did you mean 'softpp_tiny'?"),
         (["model", "softpp_tiny", "--bench", "fly"], "--bench must be one of train, infer, both"),

@@ -1,0 +1,167 @@
+"""`softfree benchmark throughput`: the columns of the papers' Table 2, every attention in one backbone."""
+
+import dataclasses
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from softfree.analysis import describe_environment, write_csv
+from softfree.commands._benchmark_attention import check_plot
+from softfree.commands._benchmark_common import (
+    check_choices,
+    check_output,
+    check_positive,
+    progress,
+)
+from softfree.commands._benchmark_memory import LABELS
+from softfree.commands._benchmark_model import (
+    AMP_DTYPES,
+    DEFAULT_AMP,
+    DEFAULT_BATCH,
+    NARROWEST,
+    Settings,
+    Throughput,
+    check_names,
+    measure,
+    print_rows,
+    relate,
+)
+from softfree.commands.demo import choose_device
+
+# As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
+ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "soft", "softpp")
+
+
+def throughput(
+    attentions: tuple[str, ...] = ATTENTIONS,
+    model: str = "softpp_tiny",
+    batch_size: int | None = None,
+    img_size: int = 224,
+    amp_dtype: str = "auto",
+    torchcompile: bool = False,
+    device: str = "auto",
+    seconds: float = 3.0,
+    csv: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Parameters, multiply-adds, throughput and memory of every attention in one backbone (Table 2).
+
+    A training step is forward, cross-entropy, backward and AdamW's step.
+
+    Args:
+        attentions: among softmax, linformer, performer, nystromformer, soft, softpp; ratios are to the
+            first.
+        model: one of our backbones, whose attention is replaced.
+        batch_size: images at a time; otherwise 4 on a CPU, 256 on a GPU.
+        img_size: side of the square images.
+        amp_dtype: autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU.
+        torchcompile: compile the models with torch.compile.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+        seconds: time for each figure.
+        csv: write the figures to this file, with date, device and versions in every row.
+        plot: draw throughput and memory into this file (.png, .pdf or .svg).
+    """
+    where = choose_device(device)
+    check_choices("--attentions", attentions, ATTENTIONS)
+    check_names([model])
+    if not model.startswith(("soft_", "softpp_")):
+        raise ValueError(f"--model must be one of `softfree models`, got {model!r}")
+    amp = DEFAULT_AMP[where.type] if amp_dtype == "auto" else amp_dtype
+    check_choices("--amp-dtype", [amp], AMP_DTYPES)
+    batch = DEFAULT_BATCH[where.type] if batch_size is None else batch_size
+    check_positive("--batch-size", batch)
+    check_positive("--seconds", seconds)
+    if img_size < NARROWEST:
+        raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
+    check_output("--csv", csv)
+    check_output("--plot", plot)
+    if plot is not None:
+        check_plot(plot)
+    settings = Settings(batch, img_size, amp, "adamw", False, torchcompile, False)
+
+    console = Console(highlight=False)
+    rows: list[Throughput] = []
+    with progress() as report:
+        for name in dict.fromkeys(attentions):
+            row = measure(
+                model,
+                settings,
+                "both",
+                where,
+                seconds,
+                lambda text, name=name: report(f"{name} in {text}"),  # type: ignore[misc]
+                attention=name,
+            )
+            rows.append(dataclasses.replace(row, model=name))
+            gc.collect()
+            if where.type == "cuda":
+                torch.cuda.empty_cache()
+    relate(rows)
+    measured_in = describe_environment(where)
+    console.print(f"[bold]Attentions in {model}[/]")
+    print_rows(console, rows, settings, "both", measured_in, where)
+    if csv is not None:
+        extra = dataclasses.asdict(settings)
+        plain = [dataclasses.asdict(row) for row in rows]
+        named = [{"attention": row.pop("model"), "model": model, **row, **extra} for row in plain]
+        write_csv(csv, named, measured_in)
+        console.print(f"figures written to {csv}", soft_wrap=True)
+    if plot is not None:
+        title = f"Attentions in {model}, {img_size}², batch {batch}"
+        draw(plot, rows, f"{title}\n{measured_in['device']}, {measured_in['date']}")
+        console.print(f"plot written to {plot}", soft_wrap=True)
+    return 0
+
+
+def draw(path: Path, rows: Sequence[Throughput], title: str) -> None:
+    """Images a second and GiB, in training and in inference."""
+    panels = {
+        words: {
+            label: [getattr(row, f"{kind}_{figure}") for row in rows]
+            for kind, label in (("train", "training"), ("infer", "inference"))
+        }
+        for figure, words in (("img_per_s", "images a second"), ("peak_gib", "GiB"))
+    }
+    draw_bars(path, [LABELS[row.model] for row in rows], panels, title)
+
+
+def draw_bars(
+    path: Path,
+    names: Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[float | None]]],
+    title: str,
+) -> None:
+    """A panel a figure, in it a group of bars a name; None leaves a gap.
+
+    Args:
+        panels: by the panel's words, and then by the legend's, one value for each of ``names``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(2 + 3 * len(panels), 1.4 + 0.5 * len(names)), layout="constrained")
+    FigureCanvasAgg(picture)
+    row = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (words, bars) in zip(row, panels.items(), strict=True):
+        for number, (label, values) in enumerate(bars.items()):
+            height = 0.8 / len(bars)
+            places = [index - 0.4 + (number + 0.5) * height for index in range(len(names))]
+            lengths = [value or 0.0 for value in values]
+            axes.barh(places, lengths, height, color=f"C{number}", label=label)
+        axes.set_xlabel(words)
+        axes.grid(axis="x", alpha=0.3)
+    row[0].set_yticks(range(len(names)), names)
+    row[0].invert_yaxis()
+    handles, labels = max(
+        (axes.get_legend_handles_labels() for axes in row), key=lambda found: len(found[1])
+    )
+    if len(labels) > 1:
+        picture.legend(
+            handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False
+        )
+    picture.suptitle(title, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path, dpi=150)

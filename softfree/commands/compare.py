@@ -1,0 +1,333 @@
+"""Compare attentions on a task of the Long Range Arena: accuracy, size, speed, memory.
+
+`softfree compare --task listops --attentions softpp softmax --output OUT` trains each attention that is not
+trained yet in OUT/TASK/ATTENTION, tests it, and measures it at the task's full length. Started again, it
+goes on where it was stopped (exit code 75), and only measures what is trained.
+"""
+
+import dataclasses
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from rich.console import Console
+from torch import Tensor, nn
+
+from softfree.analysis import (
+    count_macs,
+    count_parameters,
+    describe_environment,
+    peak_extra_memory,
+    time_queued,
+    write_csv,
+)
+from softfree.commands._benchmark_attention import check_plot
+from softfree.commands._benchmark_common import (
+    check_choices,
+    check_output,
+    check_positive,
+    digits,
+    heading,
+    make_table,
+    progress,
+)
+from softfree.commands._benchmark_memory import LABELS
+from softfree.commands._benchmark_model import AMP_DTYPES, DEFAULT_AMP
+from softfree.commands._benchmark_throughput import draw_bars
+from softfree.commands.demo import choose_device
+from softfree.commands.train import report
+from softfree.data.longrange import TASKS, LongRangeData
+from softfree.layers import ATTENTIONS
+from softfree.training.checkpoint import SETTINGS
+from softfree.training.longrange import (
+    PRESETS,
+    TEST_RESULT,
+    LongRangeDataSettings,
+    LongRangeSettings,
+    SequenceModelSettings,
+    build,
+    load_data,
+    model_arguments,
+    recipe,
+    train_longrange,
+)
+from softfree.training.settings import (
+    OptimSettings,
+    RunSettings,
+    parse_settings,
+    settings_to_json,
+)
+
+# Table 12 of the SOFT papers: accuracy on the test samples, in percent.
+PAPER = {
+    "softmax": dict(listops=37.10, text=65.02, retrieval=79.35, image=38.20),
+    "reformer": dict(listops=19.05, text=64.88, retrieval=78.64, image=43.29),
+    "linformer": dict(listops=37.25, text=55.91, retrieval=79.37, image=37.84),
+    "performer": dict(listops=18.80, text=63.81, retrieval=78.62, image=37.07),
+    "nystromformer": dict(listops=37.15, text=65.52, retrieval=79.56, image=41.58),
+    "soft": dict(listops=37.40, text=63.49, retrieval=81.77, image=46.91),
+}
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """Settings of `softfree compare`."""
+
+    recipe: Annotated[str, tyro.conf.Suppress] = ""
+    attentions: tuple[str, ...] = ATTENTIONS
+    """among soft, softpp, softmax, linformer, performer, nystromformer, reformer"""
+    train: bool = True
+    """train what is not trained yet; otherwise it is measured without"""
+    seconds: float = 2.0
+    """time for each measured figure"""
+    csv: Path | None = None
+    """write the figures to this file, with date, device and versions in every row"""
+    plot: Path | None = None
+    """draw accuracy, speed and memory into this file (.png, .pdf or .svg)"""
+    data: LongRangeDataSettings = dataclasses.field(default_factory=LongRangeDataSettings)
+    model: SequenceModelSettings = dataclasses.field(default_factory=SequenceModelSettings)
+    optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+
+
+@dataclass
+class Comparison:
+    """One attention's figures; None where not measured, and ``note`` says why."""
+
+    attention: str
+    task: str
+    test_accuracy: float | None = None
+    paper_accuracy: float | None = None
+    steps: int | None = None
+    best_step: int | None = None
+    parameters: int | None = None
+    macs: int | None = None
+    train_samples_per_s: float | None = None
+    train_ratio_to_softmax: float | None = None
+    train_peak_mib: float | None = None
+    infer_samples_per_s: float | None = None
+    infer_ratio_to_softmax: float | None = None
+    infer_peak_mib: float | None = None
+    note: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree compare`` with these arguments; return the exit code."""
+    if any(argument.split("=")[0] == "--attention" for argument in argv):
+        raise ValueError("--attention: compare takes several, --attentions softpp softmax")
+    settings = parse_settings(
+        CompareSettings,
+        argv,
+        recipe,
+        tuple(PRESETS),
+        prog="softfree compare",
+        description=f"{__doc__}\n--task sets the defaults below to the papers' for it; flags win.",
+    )
+    check(settings)
+    rows: list[Comparison] = []
+    device = choose_device(settings.run.device)
+    data: LongRangeData | None = None
+    for name in dict.fromkeys(settings.attentions):
+        given = settings_for(settings, name)
+        if settings.train and not is_trained(given):
+            data = data or load_data(settings.data)
+            print(f"{name}: training in {given.run.output}", flush=True)
+            outcome = train_longrange(given, data)
+            if outcome.stopped:
+                return report(outcome, str(given.run.output))
+        row = Comparison(name, settings.data.task)
+        row.paper_accuracy = PAPER.get(name, {}).get(settings.data.task)
+        if is_trained(given):
+            result = json.loads((given.run.output / TEST_RESULT).read_text())
+            row.test_accuracy, row.best_step = result["accuracy"], result["step"]
+            row.steps = settings.optim.steps
+        rows.append(row)
+    with progress() as say:
+        for row in rows:
+            say(f"{row.attention}: measuring")
+            measure(row, settings_for(settings, row.attention), device, settings.seconds)
+    relate(rows)
+    write(rows, settings, device)
+    return 0
+
+
+def check(settings: CompareSettings) -> None:
+    """Refuse what can't be compared, before anything is trained."""
+    check_choices("--attentions", settings.attentions, ATTENTIONS)
+    check_choices("--task", [settings.data.task], TASKS)
+    check_positive("--seconds", settings.seconds)
+    check_output("--csv", settings.csv)
+    check_output("--plot", settings.plot)
+    if settings.plot is not None:
+        check_plot(settings.plot)
+    for name in settings.attentions:
+        arguments = model_arguments(settings_for(settings, name).model, TASKS[settings.data.task])
+        with torch.device("meta"):
+            build(arguments)
+
+
+def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings:
+    """What `softfree train longrange` would be told."""
+    folder = settings.run.output / settings.data.task / attention
+    return LongRangeSettings(
+        settings.recipe,
+        settings.data,
+        dataclasses.replace(settings.model, attention=attention),
+        settings.optim,
+        dataclasses.replace(settings.run, output=folder, resume="auto"),
+    )
+
+
+def is_trained(settings: LongRangeSettings) -> bool:
+    """Whether the run is there and done; one with other settings is an error."""
+    folder = settings.run.output
+    if not (folder / TEST_RESULT).is_file():
+        return False
+    found = json.loads((folder / "best" / SETTINGS).read_text())
+    wanted = json.loads(settings_to_json(settings))
+    different = [
+        f"--{name.replace('_', '-')} {value[name]}"
+        for part, value in found.items()
+        if part in ("data", "model", "optim")
+        for name in value
+        if name != "data_dir" and wanted[part].get(name) != value[name]
+    ]
+    if different:
+        raise ValueError(
+            f"{folder} was trained with {', '.join(different)}; give the same, or another --output"
+        )
+    return True
+
+
+class _OneSample(nn.Module):
+    """The encoder on one sample of full length, called like a model of images, whose work can be counted."""
+
+    def __init__(self, model: nn.Module, shape: tuple[int, ...]):
+        super().__init__()
+        self.model = model
+        self.shape = shape
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.model(torch.ones(self.shape, dtype=torch.long, device=image.device))
+
+
+def measure(
+    row: Comparison, settings: LongRangeSettings, device: torch.device, seconds: float
+) -> None:
+    """Fill in size, work, speed and memory at the task's full length; weights do not matter to them."""
+    task = TASKS[settings.data.task]
+    torch.manual_seed(0)
+    model = build(model_arguments(settings.model, task))
+    shape = (2, task.length) if task.pair else (task.length,)
+    row.parameters = count_parameters(model)
+    row.macs = count_macs(_OneSample(model, (1, *shape)), size=1, in_chans=1)
+    model.to(device)
+    batch = settings.optim.batch_size
+    tokens = torch.randint(1, task.vocab_size, (batch, *shape), device=device)
+    for kind, step in steps(model, tokens, settings.optim).items():
+        model.train(kind == "train")
+        try:
+            step()
+            setattr(row, f"{kind}_peak_mib", peak_extra_memory(step, device) / 2**20)
+            timing = time_queued(step, device, budget=seconds)
+            setattr(row, f"{kind}_samples_per_s", batch / timing.median)
+        except torch.OutOfMemoryError:
+            row.note = "; ".join(filter(None, (row.note, f"{kind}: out of memory")))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def steps(
+    model: nn.Module, tokens: Tensor, optim: OptimSettings
+) -> dict[str, Callable[[], object]]:
+    """A step of training (forward, cross-entropy, backward, AdamW) and one of inference."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    labels = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
+    kind = tokens.device.type
+    dtype = AMP_DTYPES[DEFAULT_AMP[kind] if optim.amp_dtype == "auto" else optim.amp_dtype]
+
+    def run() -> Tensor:
+        with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+            return F.cross_entropy(model(tokens), labels)
+
+    def train() -> None:
+        run().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return {"train": train, "infer": torch.inference_mode()(run)}
+
+
+def relate(rows: Sequence[Comparison]) -> None:
+    """Fill in the ratios to softmax attention, if it is there."""
+    softmax = next((row for row in rows if row.attention == "softmax"), None)
+    for row in rows:
+        for kind in ("train", "infer"):
+            own = getattr(row, f"{kind}_samples_per_s")
+            other = getattr(softmax, f"{kind}_samples_per_s", None)
+            if own is not None and other is not None:
+                setattr(row, f"{kind}_ratio_to_softmax", own / other)
+
+
+def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.device) -> None:
+    """The table, and what else was asked for."""
+    console = Console(highlight=False)
+    measured_in = describe_environment(device)
+    task, optim = TASKS[settings.data.task], settings.optim
+    title = f"{task.name}: {task.length:,} tokens, batch {optim.batch_size}, {optim.steps:,} steps"
+    heading(console, title, measured_in, threads=device.type == "cpu")
+    titles = ["attention", "test\n%", "paper\n%", "params\nM", "GMACs", "train\n1/s", "ratio"]
+    table = make_table([*titles, "MiB", "infer\n1/s", "ratio"])
+    for row in rows:
+        accuracies = (row.test_accuracy, row.paper_accuracy)
+        table.add_row(
+            row.attention,
+            *("-" if value is None else f"{value:.2f}" for value in accuracies),
+            digits(row.parameters, 1e-6),
+            digits(row.macs, 1e-9),
+            digits(row.train_samples_per_s),
+            digits(row.train_ratio_to_softmax),
+            digits(row.train_peak_mib),
+            digits(row.infer_samples_per_s),
+            digits(row.infer_ratio_to_softmax),
+        )
+    console.print(table)
+    for row in rows:
+        if row.note:
+            console.print(f"{row.attention}: {row.note}", style="yellow")
+    console.print(
+        "test: accuracy at the step that was best on dev; paper: Table 12.\n"
+        "1/s: samples a second, of full length; ratio: to softmax.\n"
+        "MiB: the most that a training step held beyond weights and input.\n"
+        "GMACs: billions of multiply-adds for one sample.",
+        style="dim",
+    )
+    if settings.csv is not None:
+        extra: dict[str, Any] = {
+            "batch_size": optim.batch_size,
+            "seed": settings.run.seed,
+            "attention_options": " ".join(settings.model.attention_options),
+        }
+        write_csv(settings.csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
+        console.print(f"figures written to {settings.csv}", soft_wrap=True)
+    if settings.plot is not None:
+        panels = {
+            "test accuracy, %": {
+                "here": [row.test_accuracy for row in rows],
+                "papers": [row.paper_accuracy for row in rows],
+            },
+            "training, samples a second": {"here": [row.train_samples_per_s for row in rows]},
+            "training, MiB": {"here": [row.train_peak_mib for row in rows]},
+        }
+        names = [LABELS[row.attention] for row in rows]
+        draw_bars(
+            settings.plot, names, panels, f"{title}\n{measured_in['device']}, {measured_in['date']}"
+        )
+        console.print(f"plot written to {settings.plot}", soft_wrap=True)

@@ -1,0 +1,200 @@
+"""`softfree compare`, and the benchmarks of every attention: figures, files, going on, clear errors."""
+
+import csv
+import json
+import os
+import signal
+
+import pytest
+import torch
+from PIL import Image
+
+import softfree_cli
+from softfree.commands import _benchmark_memory, benchmark, compare
+from softfree.commands._benchmark_memory import Memory
+from softfree.layers import ATTENTIONS
+from softfree.training.longrange import LongRange
+
+MACHINE = {"date", "device", "threads", "python", "torch", "triton", "timm", "softfree"}
+QUICK = ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1", "--mlp-dim", "16"]
+QUICK += [
+    "--steps",
+    "3",
+    "--batch-size",
+    "2",
+    "--seconds",
+    "0.001",
+    "--attention-options",
+    "stride=50",
+]
+QUICK += ["--listops-train", "8", "--listops-eval", "4", "--eval-every", "2"]
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture
+def command(tmp_path):
+    return ["--output", str(tmp_path / "out"), "--data-dir", str(tmp_path / "cache"), *QUICK]
+
+
+@pytest.mark.slow
+def test_compare_trains_tests_and_measures_and_then_only_measures(command, tmp_path, capsys):
+    files = ["--csv", str(tmp_path / "table.csv"), "--plot", str(tmp_path / "table.png")]
+    names = ["--attentions", "softmax", "soft"]
+    assert compare.main([*command, *names, *files]) == 0
+    assert capsys.readouterr().out.count(": training in") == 2
+    rows = read(tmp_path / "table.csv")
+    assert [row["attention"] for row in rows] == ["softmax", "soft"]
+    for row in rows:
+        result = json.loads(
+            (tmp_path / "out" / "listops" / row["attention"] / "test.json").read_text()
+        )
+        assert float(row["test_accuracy"]) == result["accuracy"]
+        assert row.keys() >= MACHINE and row["attention_options"] == "stride=50"
+        ratio = float(row["train_samples_per_s"]) / float(rows[0]["train_samples_per_s"])
+        assert float(row["train_ratio_to_softmax"]) == pytest.approx(ratio)
+        for column in ("parameters", "macs", "infer_samples_per_s", "train_peak_mib"):
+            assert float(row[column]) > 0
+    assert float(rows[1]["paper_accuracy"]) == 37.4
+    assert int(rows[1]["macs"]) < int(rows[0]["macs"])
+    assert Image.open(tmp_path / "table.png").size[0] > 500
+
+    assert compare.main([*command, "--attentions", "soft"]) == 0
+    out = capsys.readouterr().out
+    assert ": training in" not in out and "37.40" in out
+
+
+@pytest.mark.slow
+def test_compare_without_training_measures_every_attention(command, tmp_path, capsys):
+    path = tmp_path / "table.csv"
+    assert compare.main([*command, "--no-train", "--csv", str(path)]) == 0
+    rows = read(path)
+    assert [row["attention"] for row in rows] == list(ATTENTIONS)
+    assert all(row["test_accuracy"] == "" and float(row["macs"]) > 0 for row in rows)
+    assert not (tmp_path / "out").exists()
+    # Projections to queries and values, and to keys in the attentions that have them apart.
+    size = {row["attention"]: int(row["parameters"]) for row in rows}
+    assert size["softmax"] - size["soft"] == 2 * (16 * 16 + 16)
+
+
+def test_multiply_adds_are_those_of_the_products(command, tmp_path):
+    path = tmp_path / "table.csv"
+    compare.main([*command, "--no-train", "--attentions", "softmax", "--csv", str(path)])
+    n, dim, mlp = 2000, 16, 16
+    block = n * (4 * dim * dim + 2 * dim * mlp) + 2 * n * n * dim
+    assert int(read(path)[0]["macs"]) == 2 * block + dim * mlp + mlp * 10
+
+
+def test_a_run_with_other_settings_is_not_taken_for_this_one(command, tmp_path):
+    assert compare.main([*command, "--attentions", "softpp"]) == 0
+    with pytest.raises(ValueError, match="softpp was trained with --lr 0.0001; give the same, or"):
+        compare.main([*command, "--attentions", "softpp", "--lr", "1e-3"])
+
+
+def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkeypatch, capsys):
+    step = LongRange.train_step
+
+    def asked_to_stop(task, model, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(task, model, batch)
+
+    names = ["--attentions", "softpp"]
+    monkeypatch.setattr(LongRange, "train_step", asked_to_stop)
+    assert compare.main([*command, *names]) == 75
+    assert "stopped at step 1" in capsys.readouterr().out
+    monkeypatch.setattr(LongRange, "train_step", step)
+    assert compare.main([*command, *names]) == 0
+    assert "going on from step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--attentions", "linear"], "--attentions must be one of soft, softpp"),
+        (["--attention", "soft"], "compare takes several, --attentions"),
+        (["--task", "sort"], "--task must be one of listops"),
+        (["--task", "image", "--attentions", "soft"], "--task image needs --data-dir"),
+        (["--attention-options", "slot=3"], "no option 'slot'"),
+        (["--plot", "table.txt"], "--plot must end in"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_trained(options, message, capsys, tmp_path):
+    assert softfree_cli.main(["compare", "--output", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+TINY = ["--device", "cpu", "--dim", "16", "--heads", "2", "--tokens", "64", "128"]
+
+
+def test_memory_of_every_attention_reaches_table_csv_and_plot(tmp_path, capsys):
+    files = ["--csv", str(tmp_path / "memory.csv"), "--plot", str(tmp_path / "memory.png")]
+    assert benchmark.main(["memory", *TINY, *files]) == 0
+    out = capsys.readouterr().out
+    rows = read(tmp_path / "memory.csv")
+    assert [(row["attention"], row["tokens"]) for row in rows] == [
+        (name, tokens) for name in (*ATTENTIONS, "softmax-unfused") for tokens in ("64", "128")
+    ]
+    for row in rows:
+        assert row["attention"] in out and row.keys() >= MACHINE
+        assert 0 < float(row["forward_mib"]) <= float(row["forward_backward_mib"])
+    assert Image.open(tmp_path / "memory.png").size[0] > 500
+
+
+def growth(name):
+    """How many times the memory of 2048 tokens that of 4096 is."""
+    few, many = (
+        _benchmark_memory.measure(Memory(name, tokens, 1, 16, 1, "float32"), torch.device("cpu"))
+        for tokens in (2048, 4096)
+    )
+    return many.forward_backward_mib / few.forward_backward_mib
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_memory_grows_with_the_tokens_and_no_faster(name):
+    assert growth(name) < 2.3
+
+
+def test_memory_of_the_whole_matrix_grows_with_the_square_of_the_tokens():
+    assert growth("softmax-unfused") > 3.5
+
+
+@pytest.mark.slow
+def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
+    files = ["--csv", str(tmp_path / "table.csv"), "--plot", str(tmp_path / "table.png")]
+    options = ["--device", "cpu", "--img-size", "32", "--batch-size", "2", "--seconds", "0.001"]
+    names = ["--attentions", "softmax", "softpp"]
+    assert benchmark.main(["throughput", *options, *names, *files]) == 0
+    assert "Attentions in softpp_tiny" in capsys.readouterr().out
+    rows = read(tmp_path / "table.csv")
+    assert [(row["attention"], row["model"]) for row in rows] == [
+        ("softmax", "softpp_tiny"),
+        ("softpp", "softpp_tiny"),
+    ]
+    assert rows[0]["parameters"] != rows[1]["parameters"]
+    ratio = float(rows[1]["train_img_per_s"]) / float(rows[0]["train_img_per_s"])
+    assert float(rows[1]["train_ratio_to_first"]) == pytest.approx(ratio)
+    assert Image.open(tmp_path / "table.png").size[0] > 500
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["memory", "--attentions", "none"], "--attentions must be one of soft"),
+        (["memory", "--tokens", "0"], "--tokens must be above 0"),
+        (["memory", "--heads", "0"], "--heads must be above 0"),
+        (["throughput", "--attentions", "reformer"], "--attentions must be one of softmax"),
+        (["throughput", "--model", "resnet18"], "--model must be one of `softfree models`"),
+    ],
+)
+def test_mistakes_in_the_benchmarks_are_named(options, message, capsys):
+    assert softfree_cli.main(["benchmark", *options]) == 2
+    assert message in capsys.readouterr().err
