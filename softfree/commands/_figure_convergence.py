@@ -1,0 +1,142 @@
+"""`softfree figure convergence`: the Newton iteration's residual per step and stage (Fig. 5 of the papers)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from softfree.analysis.capture import CONVERGED
+from softfree.analysis.convergence import residual_curves
+from softfree.commands._benchmark_common import check_positive
+from softfree.commands._figure_common import (
+    Subject,
+    check_figure,
+    check_img_size,
+    load_photo,
+    load_subject,
+    look,
+    new_figure,
+    save_figure,
+)
+from softfree.commands._picture import landscape
+from softfree.commands.demo import choose_device
+from softfree.layers import SoftAttention
+
+DRAWN = 8
+
+
+def convergence(
+    checkpoint: Path | None = None,
+    model: str | None = None,
+    data_dir: Path | None = None,
+    images: int = 100,
+    steps: int = 35,
+    img_size: int | None = None,
+    output: Path = Path("convergence.png"),
+    device: str = "auto",
+) -> int:
+    """Draw how fast the Newton iteration converges, per stage: mean, and band from least to greatest (Fig. 5).
+
+    Args:
+        checkpoint: folder that `softfree train` wrote, such as OUT/best.
+        model: name of a fresh model with random weights, see `softfree models`.
+        data_dir: a folder of photos, with its subfolders; otherwise parts of a drawn picture.
+        images: at most so many photos, taken evenly from the folder.
+        steps: Newton steps to follow.
+        img_size: side of the square the model sees; otherwise that of its training.
+        output: the file to write: .png, .svg or .pdf.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+    """
+    check_figure(output)
+    check_img_size(img_size)
+    for option, value in (("--images", images), ("--steps", steps)):
+        check_positive(option, value)
+    where = choose_device(device)
+    paths = None if data_dir is None else find_photos(data_dir, images)
+    subject = load_subject(checkpoint, model, where)
+    count = min(DRAWN, images) if paths is None else len(paths)
+    pictures = drawn_parts(count) if paths is None else map(load_photo, paths)
+    views = as_inputs(pictures, subject, img_size)
+    progress = track(views, "images", count, console=Console(stderr=True), transient=True)
+    curves = residual_curves(subject.model, progress, steps)
+    taken = {m.iterations for m in subject.model.modules() if isinstance(m, SoftAttention)}
+    what = f"{count} {'parts of a drawn picture' if paths is None else 'photos'}"
+    save_figure(draw(curves, taken, f"{subject.title}, {what}"), output)
+    return 0
+
+
+def find_photos(folder: Path, count: int) -> list[Path]:
+    """At most ``count`` photos of a folder and its subfolders, evenly chosen."""
+    from softfree.data.images import EXTENSIONS, image_files
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--data-dir {folder} is no folder; give one with photos")
+    files = image_files(folder)
+    if not files:
+        raise FileNotFoundError(
+            f"--data-dir {folder} has no photo; looked for {', '.join(EXTENSIONS)}"
+        )
+    chosen = np.linspace(0, len(files) - 1, min(count, len(files))).round().astype(int)
+    return [Path(files[index]) for index in chosen]
+
+
+def drawn_parts(count: int) -> Iterator[Image.Image]:
+    """Different squares of a drawn picture."""
+    picture = landscape(960, 720)
+    generator = np.random.default_rng(0)
+    for _ in range(count):
+        side = int(generator.integers(240, 640))
+        left = int(generator.integers(0, picture.width - side))
+        top = int(generator.integers(0, picture.height - side))
+        yield picture.crop((left, top, left + side, top + side))
+
+
+def as_inputs(
+    pictures: Iterator[Image.Image], subject: Subject, img_size: int | None
+) -> Iterator[Tensor]:
+    """Each picture as the model sees it."""
+    for picture in pictures:
+        yield look(picture, subject, img_size).pixels
+
+
+def draw(curves: dict[int, Tensor], taken: set[int], title: str) -> Any:
+    """Residual against step, a colour a stage."""
+    figure = new_figure(7, 5)
+    axes = figure.add_subplot()
+    for index, (stage, found) in enumerate(curves.items()):
+        values = found.clamp(min=1e-16).numpy()
+        steps = np.arange(values.shape[1])
+        axes.plot(steps, values.mean(0), f"C{index}-", label=f"stage {stage}")
+        axes.fill_between(
+            steps, values.min(0), values.max(0), color=f"C{index}", alpha=0.15, linewidth=0
+        )
+    axes.axhline(CONVERGED, color="black", linestyle=":", linewidth=1)
+    axes.annotate(
+        "converged", (1, CONVERGED), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+        xytext=(-4, 2), textcoords="offset points", fontsize=8,
+    )  # fmt: skip
+    for steps_taken in sorted(taken):
+        axes.axvline(steps_taken, color="black", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"the model takes {steps_taken}", (steps_taken, 0), xycoords=("data", "axes fraction"),
+            rotation=90, ha="right", va="bottom", xytext=(-3, 4), textcoords="offset points",
+            fontsize=8,
+        )  # fmt: skip
+    axes.set(
+        yscale="log",
+        ylim=(1e-9, 2),
+        xlim=(0, next(iter(curves.values())).shape[1] - 1),
+        xlabel="Newton steps k",
+        ylabel=r"residual  $\|A Y_k A - A\|_2\ /\ \|A\|_2$",
+    )
+    axes.set_title(f"Convergence of the Newton iteration\n{title}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(
+        fontsize=8, loc="lower left", title="mean; band:\nleast to greatest", title_fontsize=8
+    )
+    return figure

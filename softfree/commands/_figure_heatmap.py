@@ -1,0 +1,199 @@
+"""`softfree figure heatmap`: where a patch of a photo attends to, per head (Fig. 4 and 7 of the papers)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import tyro
+from PIL import Image
+
+from softfree.analysis.capture import AttentionLayer, capture_attention
+from softfree.commands._benchmark_common import check_positive
+from softfree.commands._figure_common import (
+    Photo,
+    Repeated,
+    Subject,
+    check_figure,
+    check_img_size,
+    load_photo,
+    load_subject,
+    look,
+    new_figure,
+    save_figure,
+)
+from softfree.commands.demo import choose_device
+
+COLOURS = "viridis"
+CELL = 2.3  # inches
+DISPLAY = 448  # pixels of a picture
+
+
+class Panel(NamedTuple):
+    """The heat map of one head, (H, W), between 0 and 1."""
+
+    title: str
+    heat: np.ndarray
+
+
+def heatmap(
+    photo: Photo = None,
+    /,
+    checkpoint: Annotated[tuple[Path, ...], Repeated] = (),
+    model: Annotated[tuple[str, ...], Repeated] = (),
+    attention: Annotated[tuple[str, ...], Repeated] = (),
+    query: Annotated[str | None, tyro.conf.arg(metavar="X,Y")] = None,
+    stage: int | None = None,
+    heads: int = 4,
+    img_size: int | None = None,
+    output: Path = Path("heatmap.png"),
+    device: str = "auto",
+) -> int:
+    """Draw where a patch of a photo attends to (Fig. 4 and 7).
+
+    One model: a row of pictures for each stage (its last block). Several models, or --stage: a column for
+    each, at one stage. Each map is a row of the attention matrix, scaled to 0-1, as in the papers.
+
+    Args:
+        photo: a photo of yours; otherwise one is drawn.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare.
+        model: name of a fresh model with random weights, see `softfree models`; may be repeated.
+        attention: attention of a fresh model, such as softpp or softmax; may be repeated to compare.
+        query: the patch, as a point in pixels of the photo; its centre if not given.
+        stage: only this stage, from 1; side by side 1 if not given.
+        heads: how many heads to draw.
+        img_size: side of the square the model sees; otherwise that of its training.
+        output: the file to write: .png, .svg or .pdf.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+    """
+    check_figure(output)
+    check_img_size(img_size)
+    check_positive("--heads", heads)
+    where = choose_device(device)
+    point = None if query is None else parse_query(query)
+    picture = load_photo(photo)
+    point = point or (picture.width / 2, picture.height / 2)
+    subjects = load_subjects(checkpoint, model, attention, where)
+    compare = len(subjects) > 1 or stage is not None
+    columns: list[tuple[str, list[Panel]]] = []
+    for subject in subjects:
+        seen = look(picture, subject, img_size)
+        try:
+            place = seen.locate(*point)
+        except ValueError as error:
+            raise ValueError(f"--query {query}: {error}") from error
+        found = capture_attention(subject.model, seen.pixels)
+        if compare:
+            layer = found.layer(1 if stage is None else stage)
+            columns.append((title_of(subject, layer), panels(layer, place, heads)))
+        else:
+            columns = [
+                (title_of(None, layer), panels(layer, place, heads))
+                for layer in map(found.layer, found.stages)
+            ]
+    heading = "Where the marked patch attends to" + ("" if compare else f": {subjects[0].title}")
+    square = picture.crop(seen.box).resize((DISPLAY, DISPLAY))
+    save_figure(draw(square, place, columns, heading, across=compare), output)
+    return 0
+
+
+def load_subjects(
+    checkpoints: Sequence[Path], models: Sequence[str], attentions: Sequence[str], device: Any
+) -> list[Subject]:
+    """Every checkpoint, and every fresh model with every attention asked for."""
+    subjects = [load_subject(path, None, device) for path in checkpoints]
+    if checkpoints and attentions and not models:
+        raise ValueError("--attention is for fresh models (--model); a checkpoint has its own")
+    for name in models or (() if checkpoints else (None,)):
+        for attention in attentions or (None,):
+            kwargs = {} if attention is None else {"attention": attention}
+            subjects.append(load_subject(None, name, device, **kwargs))
+    return subjects
+
+
+def parse_query(text: str) -> tuple[float, float]:
+    """``"120,80"`` as (120, 80)."""
+    try:
+        x, y = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--query must be X,Y in pixels of the photo, got {text!r}") from None
+    return x, y
+
+
+def title_of(subject: Subject | None, layer: AttentionLayer) -> str:
+    """Model, attention and grid of a layer, in words."""
+    assert layer.size is not None
+    rows, columns = layer.size
+    where = f"stage {layer.stage}, block {layer.block}, {rows} x {columns} tokens"
+    return (
+        f"{layer.kind}\n{where}" if subject is None else f"{layer.kind}\n{subject.title}\n{where}"
+    )
+
+
+def panels(layer: AttentionLayer, place: tuple[float, float], heads: int) -> list[Panel]:
+    """The maps of the first heads for the patch at ``place``."""
+    maps = layer.heat_map(layer.token_at(*place))[:heads].cpu().numpy()
+    return [Panel(f"head {number}", scale(heat)) for number, heat in enumerate(maps, 1)]
+
+
+def scale(heat: np.ndarray) -> np.ndarray:
+    """To 0 at the least value and 1 at the greatest; a map without contrast to 0."""
+    span = heat.max() - heat.min()
+    return (heat - heat.min()) / span if span > 0 else np.zeros_like(heat)
+
+
+def draw(
+    square: Image.Image,
+    place: tuple[float, float],
+    groups: Sequence[tuple[str, Sequence[Panel]]],
+    heading: str,
+    *,
+    across: bool,
+) -> Any:
+    """The photo, then a group of maps for each layer: beside each other (``across``) or below."""
+    longest = max(len(maps) for _, maps in groups)
+    rows, columns = (longest, len(groups) + 1) if across else (len(groups), longest + 1)
+    figure = new_figure(CELL * columns + 0.9, (CELL + (0.05 if across else 0.3)) * rows + 0.8)
+    figure.suptitle(heading)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for cell in axes.flat:
+        cell.set_axis_off()
+    point = (place[0] * DISPLAY, place[1] * DISPLAY)
+    photo = axes[0, 0]
+    photo.set_axis_on()
+    photo.set(xticks=[], yticks=[])
+    photo.imshow(square)
+    mark(photo, point, markersize=13)
+    photo.set_title("photo; + marks the patch", fontsize=9)
+    grey = np.asarray(square.convert("L"))
+    image = None
+    for group, (title, maps) in enumerate(groups):
+        for number, panel in enumerate(maps):
+            cell = axes[number, group + 1] if across else axes[group, number + 1]
+            cell.set_axis_on()
+            cell.set(xticks=[], yticks=[])
+            cell.imshow(grey, cmap="gray", vmin=0, vmax=255)
+            image = cell.imshow(enlarge(panel.heat), cmap=COLOURS, vmin=0, vmax=1, alpha=0.75)
+            mark(cell, point, markersize=8)
+            if across and number == 0:
+                cell.set_title(title, fontsize=8)
+            if across and group == 0:
+                cell.set_ylabel(panel.title, fontsize=9)
+            if not across:
+                cell.set_title(panel.title, fontsize=9)
+                if number == 0:
+                    cell.set_ylabel(title, fontsize=8)
+    bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.01)
+    bar.set_label("attention, each map scaled to 0-1")
+    return figure
+
+
+def enlarge(heat: np.ndarray) -> np.ndarray:
+    """A map at the picture's size, each token a flat square, so that none looks finer than it is."""
+    picture = Image.fromarray(heat.astype(np.float32))
+    return np.asarray(picture.resize((DISPLAY, DISPLAY), Image.Resampling.NEAREST))
+
+
+def mark(axes: Any, point: tuple[float, float], markersize: float) -> None:
+    """A red cross with a white edge, which shows on any picture."""
+    axes.plot(*point, "P", color="red", markeredgecolor="white", markersize=markersize)

@@ -1,0 +1,122 @@
+"""Write a model as ONNX or as a torch.export program, checked against PyTorch.
+
+The file needs no softfree. One file serves any batch, and any height and width of at least 33 pixels.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import tyro
+from rich.console import Console
+from torch import nn
+
+from softfree.commands._benchmark_common import check_output
+from softfree.commands._figure_common import check_img_size, load_subject
+from softfree.commands.demo import working
+from softfree.models.export import (
+    NARROWEST,
+    TOLERANCE,
+    ExportError,
+    check_shapes,
+    export_onnx,
+    export_pt2,
+)
+
+
+class Exported(NamedTuple):
+    """The part of a model that a file holds, and what its results are called."""
+
+    model: nn.Module
+    output_names: list[str]
+    metadata: dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree export`` with these arguments; return the exit code."""
+    return tyro.cli(export, args=argv, prog="softfree export", description=__doc__)
+
+
+def export(
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")],
+    /,
+    checkpoint: Path | None = None,
+    model: str | None = None,
+    format: Literal["onnx", "pt2"] = "onnx",
+    features: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    img_size: int | None = None,
+) -> int:
+    """Export a model and check the file. The exit code is 1, and no file is written, if it is off.
+
+    Of a detector, its backbone and feature pyramid are exported: images to maps.
+
+    Args:
+        output: the file to write.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best.
+        model: name of a fresh model with random weights, see `softfree models`.
+        format: ONNX, or a torch.export program.
+        features: maps at 1/4 to 1/32 of the image (every part of a model without a pyramid), not classes;
+            for --model.
+        img_size: side of the images to check with; otherwise that of the training.
+    """
+    check_img_size(img_size)
+    check_output("FILE", output)
+    if output.suffix != f".{format}":
+        raise ValueError(f"FILE must end in .{format} with --format {format}, got {output}")
+    if checkpoint is None and model is None:
+        raise ValueError("export what? Give --checkpoint OUT/best, or --model for a fresh model")
+    if features and checkpoint is not None:
+        raise ValueError("--features is for --model; a checkpoint is exported as it was trained")
+    console = Console(highlight=False)
+    with working(console) as report:
+        report("loading the model")
+        kwargs: dict[str, Any] = {"features_only": True} if features else {}
+        subject = load_subject(checkpoint, model, **kwargs)
+        side = img_size or subject.metadata["img_size"]
+        part = exported_part(subject.model, subject.metadata, features)
+        report(f"exporting {subject.title} and checking it: minutes for the larger ones")
+        try:
+            if format == "onnx":
+                error = export_onnx(
+                    part.model,
+                    output,
+                    img_size=side,
+                    metadata=part.metadata,
+                    output_names=part.output_names,
+                )
+            else:
+                error = export_pt2(part.model, output, img_size=side, metadata=part.metadata)
+        except ExportError as problem:
+            print(f"softfree: {problem}", file=sys.stderr)
+            return 1
+    checked = ", ".join(f"{b} x {h} x {w}" for b, h, w in check_shapes(side))
+    console.print(
+        f"{output}: {output.stat().st_size / 2**20:.1f} MiB, image to {', '.join(part.output_names)}\n"
+        f"differs from PyTorch by at most {error:.1e} (allowed: {TOLERANCE:.0e}), checked with "
+        f"batch x height x width {checked}",
+        soft_wrap=True,
+    )
+    if side < NARROWEST:
+        console.print(
+            f"It takes images of {side} x {side} pixels alone: below {NARROWEST} sizes are fixed."
+        )
+    return 0
+
+
+def exported_part(model: nn.Module, metadata: dict[str, Any], features: bool) -> Exported:
+    """What of a model an exported file can hold."""
+    task = metadata["task"]
+    if features:
+        names = [f"map_{i}" for i, _ in enumerate(model.feature_info.reduction(), 1)]  # type: ignore[union-attr, operator]
+        return Exported(model, names, {**metadata, "task": "features"})
+    if task == "detection":
+        with torch.no_grad():
+            names = [f"map_{name}" for name in model(torch.zeros(1, 3, 64, 64))]
+        return Exported(model, names, {**metadata, "task": "features"})
+    if task in ("classification", "segmentation"):
+        return Exported(model, ["logits"], metadata)
+    raise ValueError(
+        f"--checkpoint is of the task {task!r}; models of images alone can be exported"
+    )

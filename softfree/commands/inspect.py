@@ -1,0 +1,148 @@
+"""Examine the attention layers of a model: condition, convergence, errors."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from torch import Tensor, nn
+
+from softfree.analysis.capture import CONVERGED, MOST_STEPS, SoftLayer, capture_attention
+from softfree.commands._benchmark_common import NOTHING, make_table
+from softfree.commands._figure_common import Photo, check_img_size, load_photo, load_subject, look
+from softfree.commands.demo import choose_device
+
+# Beyond this condition float32 leaves the smallest eigenvalues about one digit.
+NEAR_SINGULAR = 1e6
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree inspect`` with these arguments; return the exit code."""
+    return tyro.cli(inspect, args=argv, prog="softfree inspect", description=__doc__)
+
+
+def inspect(
+    photo: Photo = None,
+    /,
+    checkpoint: Path | None = None,
+    model: str | None = None,
+    img_size: int | None = None,
+    device: str = "auto",
+    as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Print a table of the layers, and what deserves attention.
+
+    Args:
+        photo: a photo of yours; otherwise one is drawn.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best.
+        model: name of a fresh model with random weights, see `softfree models`.
+        img_size: side of the square the model sees; otherwise that of its training.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+        as_json: print JSON, for programs.
+    """
+    check_img_size(img_size)
+    where = choose_device(device)
+    picture = load_photo(photo)
+    subject = load_subject(checkpoint, model, where)
+    seen = look(picture, subject, img_size)
+    rows = examine(subject.model, seen.pixels)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print_report(
+            rows, f"{subject.title} at {seen.picture.width} x {seen.picture.height} pixels"
+        )
+    return 0
+
+
+def examine(model: nn.Module, image: Tensor) -> list[dict[str, Any]]:
+    """A row for each attention layer, in their order; figures of the softmax-free ones."""
+    return [
+        {"layer": layer.name, "stage": layer.stage, "block": layer.block, "kind": layer.kind}
+        | (describe(layer) if isinstance(layer, SoftLayer) else {})
+        for layer in capture_attention(model, image).layers
+    ]
+
+
+def describe(layer: SoftLayer) -> dict[str, Any]:
+    """The figures of a layer, of its worst head each, and what is wrong with it."""
+    condition = layer.condition().max().item()
+    row: dict[str, Any] = {
+        "m": layer.m,
+        # JSON has no infinity.
+        "condition": condition if math.isfinite(condition) else None,
+        "steps": layer.iterations,
+        "residual": layer.residuals()[:, -1].max().item(),
+        "nystrom_error": layer.nystrom_error().max().item(),
+        "spectral_norm": layer.spectral_norm().max().item(),
+        "kept_eigenvalues": int(layer.kept_eigenvalues().min()),
+        "steps_needed": layer.steps_needed(),
+    }
+    return {**row, "warnings": warnings_of(row)}
+
+
+def warnings_of(row: dict[str, Any]) -> list[str]:
+    """What is wrong with a layer, and what would help."""
+    found = []
+    if row["residual"] > CONVERGED:
+        needed = row["steps_needed"]
+        would = (
+            f"iterations={needed} would bring it to {CONVERGED:g}"
+            if needed is not None
+            else f"not even {MOST_STEPS} would bring it to {CONVERGED:g}"
+        )
+        found.append(
+            f"too few Newton steps: the residual is {row['residual']:.2g} after {row['steps']}; {would}"
+        )
+    condition = row["condition"]
+    if condition is None or condition > NEAR_SINGULAR:
+        how = "A is singular" if condition is None else f"A is near-singular ({condition:.1e})"
+        found.append(
+            f"{how}: landmarks (nearly) coincide; the {row['steps']} steps invert "
+            f"{row['kept_eigenvalues']} of {row['m']} eigenvalues and cut the others off"
+        )
+    return found
+
+
+def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
+    """The table for people, then the warnings."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{title}[/]; of each layer, the worst head")
+    titles = ("stage\nblock", "attention", "m", "condition\nof A", "residual\nafter T", "T",
+              "T for\n1e-2", "Nyström\nerror", "norm\nof Y'", "inverted")  # fmt: skip
+    table = make_table(titles)
+    for row in rows:
+        place = f"{row['stage']}.{row['block']}"
+        if "m" not in row:
+            table.add_row(place, row["kind"], *[NOTHING] * (len(titles) - 2))
+            continue
+        style = "yellow" if row["warnings"] else ""
+        table.add_row(
+            place,
+            row["kind"],
+            str(row["m"]),
+            "inf" if row["condition"] is None else f"{row['condition']:.1e}",
+            f"{row['residual']:.1e}",
+            str(row["steps"]),
+            f"> {MOST_STEPS}" if row["steps_needed"] is None else str(row["steps_needed"]),
+            f"{row['nystrom_error']:.2f}",
+            f"{row['spectral_norm']:.3g}",
+            f"{row['kept_eigenvalues']}/{row['m']}",
+            style=style,
+        )
+    console.print(table)
+    warned = [(row["layer"], text) for row in rows for text in row.get("warnings", [])]
+    for layer, text in warned:
+        console.print(f"[yellow]warning[/] {layer}: {text}", soft_wrap=True)
+    if not warned:
+        console.print("No warning: every layer converges, and no matrix A is near-singular.")
+    console.print(
+        "residual: |AYA - A| / |A| after the T Newton steps that the layer takes.\n"
+        "Nyström error: of the kernel between sampled tokens, rebuilt from the landmarks.\n"
+        "norm of Y': of the matrix between the two kernels. inverted: eigenvalues of A\n"
+        "that T steps invert by more than half; the others are cut off, which bounds Y'.",
+        style="dim",
+    )

@@ -1,0 +1,66 @@
+"""`softfree export`: a file, checked, from a checkpoint or a fresh model."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+import softfree_cli
+from softfree.models import export
+from softfree.training.checkpoint import load_for_inference
+
+from .checkpoints import classifier_checkpoint
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_becomes_an_onnx_file_that_knows_its_classes(tmp_path, capsys):
+    folder = classifier_checkpoint(tmp_path / "run" / "best", iterations=1)
+    target = tmp_path / "model.onnx"
+    arguments = ["export", "--checkpoint", str(folder), "--format", "onnx", str(target)]
+    assert softfree_cli.main(arguments) == 0
+    assert "differs from PyTorch by at most" in capsys.readouterr().out
+    loaded, metadata = export.load_onnx(target)
+    model, expected = load_for_inference(folder)
+    assert metadata["class_names"] == expected["class_names"] and metadata["mean"] == [0.5] * 3
+    image = torch.randn(2, 3, 80, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(image), model(image), atol=1e-4, rtol=0)
+    Image.linear_gradient("L").save(tmp_path / "photo.png")
+    capsys.readouterr()
+    tops = []
+    for source in (["--onnx", str(target)], ["--checkpoint", str(folder)]):
+        assert softfree_cli.main(["predict", str(tmp_path / "photo.png"), *source, "--json"]) == 0
+        tops.append(json.loads(capsys.readouterr().out)["predictions"])
+    for ours, theirs in zip(*tops, strict=True):
+        assert ours["label"] == theirs["label"]
+        assert ours["probability"] == pytest.approx(theirs["probability"], abs=1e-4)
+
+
+def test_a_file_that_is_off_is_refused_with_exit_code_1(tmp_path, capsys, monkeypatch):
+    folder = classifier_checkpoint(tmp_path / "best", iterations=1)
+
+    def refuse(*_: object, **__: object) -> float:
+        raise export.ExportError("the exported program differs from the model by 3.0e-02")
+
+    monkeypatch.setattr("softfree.commands.export.export_pt2", refuse)
+    target = tmp_path / "model.pt2"
+    arguments = ["export", "--checkpoint", str(folder), "--format", "pt2", str(target)]
+    assert softfree_cli.main(arguments) == 1
+    assert "differs from the model by 3.0e-02" in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_refused(tmp_path, capsys):
+    target = str(tmp_path / "model.onnx")
+    for arguments, message in (
+        ([target], "export what? Give --checkpoint OUT/best, or --model"),
+        ([str(tmp_path / "model.pt2"), "--model", "soft_tiny"], "FILE must end in .onnx"),
+        ([target, "--model", "no_such"], "there is no model 'no_such'"),
+        ([target, "--checkpoint", "x", "--features"], "--features is for --model"),
+        ([target, "--model", "soft_tiny", "--img-size", "8"], "--img-size must be at least 32"),
+    ):
+        assert softfree_cli.main(["export", *arguments]) == 2
+        assert message in capsys.readouterr().err

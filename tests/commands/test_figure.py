@@ -1,0 +1,115 @@
+"""`softfree figure`: each figure is drawn from a checkpoint or a fresh model, in each format."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import softfree_cli
+from softfree.commands import _figure_heatmap as heatmap
+
+from .checkpoints import classifier_checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return classifier_checkpoint(tmp_path / "run" / "best")
+
+
+@pytest.fixture
+def photo(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (90, 160, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+def run(*arguments: object) -> int:
+    return softfree_cli.main(["figure", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_a_heat_map_of_a_photo_is_drawn_in_each_format(
+    ending, begins, checkpoint, photo, tmp_path, capsys
+):
+    output = tmp_path / "out" / f"map.{ending}"
+    given = ("--checkpoint", checkpoint, "--query", "80,40", "--output", output)
+    assert run("heatmap", photo, *given) == 0
+    assert output.read_bytes().startswith(begins)
+    assert f"figure written to {output}" in capsys.readouterr().out
+
+
+def test_a_heat_map_needs_neither_checkpoint_nor_photo(tmp_path):
+    output = tmp_path / "map.png"
+    assert run("heatmap", "--img-size", 64, "--output", output) == 0
+    with Image.open(output) as picture:
+        # A row of pictures for each of four stages.
+        assert picture.height > 1200
+
+
+def test_several_attentions_stand_side_by_side(tmp_path):
+    output = tmp_path / "map.png"
+    names = ("softmax", "performer", "nystromformer", "softpp")
+    attentions = [word for name in names for word in ("--attention", name)]
+    given = ("--img-size", 64, "--heads", 2, "--output", output)
+    assert run("heatmap", "--model", "softpp_tiny", *attentions, *given) == 0
+    with Image.open(output) as picture:
+        assert picture.width > 2 * picture.height
+
+
+def test_the_map_drawn_is_the_scaled_row_of_the_query():
+    from softfree.analysis.capture import SoftmaxLayer
+
+    queries = torch.randn(2, 12, 4)
+    layer = SoftmaxLayer("layer", "softmax", (3, 4), queries, queries)
+    first, second = heatmap.panels(layer, (0.9, 0.5), heads=5)
+    row = layer.row(7)[0].reshape(3, 4).numpy()  # the last of the middle row
+    np.testing.assert_allclose(first.heat, (row - row.min()) / (row.max() - row.min()), rtol=1e-5)
+    assert (first.title, second.title) == ("head 1", "head 2")
+    assert heatmap.scale(np.full((2, 2), 3.0)).max() == 0
+
+
+def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_path):
+    output = tmp_path / "out" / "convergence.svg"
+    given = ("--checkpoint", checkpoint, "--steps", 6, "--output", output)
+    assert run("convergence", *given, "--data-dir", photo.parent) == 0
+    text = output.read_text()
+    assert text.startswith("<?xml")
+    assert run("convergence", *given, "--images", 2) == 0
+    assert output.read_text() != text
+
+
+def test_the_spectrum_is_drawn(checkpoint, photo, tmp_path):
+    output = tmp_path / "spectrum.png"
+    given = ("--checkpoint", checkpoint, "--sizes", 64, 96, "--output", output)
+    assert run("spectrum", *given) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_accuracy_against_size_is_drawn_and_printed(checkpoint, tmp_path, capsys):
+    output = tmp_path / "resolution.png"
+    other = classifier_checkpoint(tmp_path / "other" / "best", landmarks="conv:4")
+    given = ("--sizes", 32, 48, "--workers", 0, "--device", "cpu", "--output", output)
+    assert run("resolution", "--checkpoints", checkpoint, other, *given) == 0
+    out = capsys.readouterr().out
+    assert "run/best (softpp_tiny)" in out and "other/best (softpp_tiny)" in out
+    assert "32²" in out and "48²" in out and output.is_file()
+
+
+def test_wrong_arguments_are_refused(tmp_path, photo, capsys):
+    for arguments, message in (
+        ([], "which figure? One of heatmap, convergence, spectrum, resolution"),
+        (["heatmaps"], "got 'heatmaps'"),
+        (["heatmap", "--output", "map.bmp"], "--output must end in .png, .svg, .pdf, got map.bmp"),
+        (["heatmap", "--query", "12"], "--query must be X,Y in pixels of the photo, got '12'"),
+        (["heatmap", photo, "--query", "3,9"], "--query 3,9: the model sees x from 35 to 124"),
+        (["heatmap", "--stage", 7, "--img-size", 64], "stage must be one of 1, 2, 3, 4, got 7"),
+        (["heatmap", "--heads", 0], "--heads must be above 0"),
+        (["heatmap", "--attention", "sotfmax"], "attention must be one of"),
+        (["convergence", "--data-dir", tmp_path / "none"], "is no folder"),
+        (["spectrum", "--sizes", 64], "--sizes must be two or more"),
+        (["resolution", "--checkpoints", tmp_path / "none"], "none"),
+    ):
+        assert run(*arguments) == 2, arguments
+        assert message in capsys.readouterr().err

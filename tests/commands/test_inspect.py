@@ -1,0 +1,76 @@
+"""`softfree inspect`: figures of the layers, and warnings where something is wrong with them."""
+
+import json
+
+import timm
+import torch
+from torch import nn
+
+import softfree_cli
+from softfree.commands.inspect import examine
+
+from .checkpoints import SHAPE, classifier_checkpoint
+
+
+def small(**kwargs) -> nn.Module:
+    return timm.create_model("softpp_tiny", img_size=64, **SHAPE | kwargs)
+
+
+def test_a_sound_model_has_no_warnings():
+    rows = examine(small(), torch.randn(3, 64, 64))
+    assert [row["layer"] for row in rows] == [f"stages.{i}.blocks.0.attn" for i in range(4)]
+    assert not any(row["warnings"] for row in rows)
+    assert all(row["residual"] < 1e-2 and row["steps_needed"] <= 20 for row in rows)
+
+
+def test_a_planted_near_singular_layer_is_found():
+    model = small()
+    nn.init.constant_(model.stages[1].blocks[0].attn.sampler.norm.weight, 1e-4)
+    rows = examine(model, torch.randn(3, 64, 64))
+    warned = {row["layer"]: row["warnings"] for row in rows if row["warnings"]}
+    assert list(warned) == ["stages.1.blocks.0.attn"]
+    assert "near-singular" in warned["stages.1.blocks.0.attn"][0]
+    assert rows[1]["condition"] > 1e6 and rows[1]["kept_eigenvalues"] < rows[1]["m"]
+
+
+def test_a_planted_under_iterated_layer_is_found_and_the_advice_helps():
+    model = small()
+    attention = model.stages[2].blocks[0].attn
+    attention.iterations = 3
+    image = torch.randn(3, 64, 64)
+    rows = examine(model, image)
+    warned = {row["layer"]: row["warnings"] for row in rows if row["warnings"]}
+    assert list(warned) == ["stages.2.blocks.0.attn"]
+    needed = rows[2]["steps_needed"]
+    assert f"iterations={needed} would bring it to 0.01" in warned["stages.2.blocks.0.attn"][0]
+    attention.iterations = needed
+    assert not examine(model, image)[2]["warnings"]
+
+
+def test_the_command_reports_a_checkpoint(tmp_path, capsys):
+    folder = classifier_checkpoint(tmp_path / "run" / "best", iterations=3)
+    assert softfree_cli.main(["inspect", "--checkpoint", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "run/best at 64 x 64 pixels" in out
+    assert out.count("too few Newton steps") == 4
+    assert softfree_cli.main(["inspect", "--checkpoint", str(folder), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["steps"] for row in rows] == [3] * 4
+
+
+def test_softmax_layers_are_listed_without_figures(capsys):
+    assert softfree_cli.main(["inspect", "--model", "soft_tiny_release", "--img-size", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "softmax" in out and "SOFT" in out
+
+
+def test_wrong_arguments_are_refused(tmp_path, capsys):
+    for arguments, message in (
+        (["missing.jpg"], "no photo at missing.jpg"),
+        (["--model", "no_such"], "there is no model 'no_such'"),
+        (["--img-size", "20"], "--img-size must be at least 32, got 20"),
+        (["--model", "soft_tiny", "--checkpoint", "x"], "give one"),
+        (["--checkpoint", str(tmp_path / "none")], "no checkpoint at"),
+    ):
+        assert softfree_cli.main(["inspect", *arguments]) == 2
+        assert message in capsys.readouterr().err
