@@ -15,7 +15,13 @@ import softfree
 import softfree_cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "softfree/ops/README.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "softfree/ops/README.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(softfree.__path__, "softfree.")
@@ -65,7 +71,7 @@ def test_links_lead_to_files(page):
 
 def test_commands_in_the_pages_exist():
     text = "\n".join((ROOT / page).read_text() for page in PAGES)
-    commands = re.findall(r"`softfree ([a-z]\w*)[^`\n]*`", text)
+    commands = re.findall(r"(?:`|^|-m )softfree ([a-z][\w-]*) [^`\n]*", text, re.M)
     assert commands and set(commands) <= set(softfree_cli.COMMANDS)
     scripts = re.findall(r"python (benchmarks/\S+\.py)", text)
     assert scripts and all((ROOT / script).is_file() for script in scripts)

@@ -115,11 +115,9 @@ def check_figure(output: Path) -> None:
 
 def new_figure(width: float, height: float) -> Any:
     """An empty matplotlib figure of this size in inches."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("figures need matplotlib: pip install 'softfree[plots]'") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -332,6 +332,8 @@ def _pool(landmarks: Tensor, mask: Tensor | None, grid: tuple[int, int], count: 
         target = (min(rows, target[0]), min(columns, target[1]))
         if target == grid:
             return landmarks, mask
+        if rows == 1 and mask is not None:
+            return _pool_real(landmarks, mask, count)
     elif mask is None:
         # How many bins a size leaves empty is not known before an exported program runs.
         mask = landmarks.new_ones(rows * columns, dtype=torch.bool).expand(landmarks.shape[0], -1)
@@ -347,6 +349,20 @@ def _pool(landmarks: Tensor, mask: Tensor | None, grid: tuple[int, int], count: 
     present = torch.einsum("ah,bhw,cw->bac", down, mask.to(landmarks.dtype), across)
     pooled = pooled / torch.where(present > 0, present, 1)[:, None, ..., None]
     return pooled.flatten(2, 3), (present > 0).flatten(1)
+
+
+def _pool_real(landmarks: Tensor, mask: Tensor, count: int) -> Sampled:
+    """Adaptive average pooling of each sequence's own landmarks, so that padding changes nothing."""
+    real = mask.sum(1).clamp(min=1)[:, None]
+    used = real.clamp(max=count)
+    index = torch.arange(count, device=mask.device)
+    first = index * real // used
+    last = ((index + 1) * real + used - 1) // used
+    rank = mask.cumsum(1)[:, None] - 1
+    inside = mask[:, None] & (rank >= first[..., None]) & (rank < last[..., None])
+    weights = inside.to(landmarks.dtype) / (last - first)[..., None]
+    landmarks = torch.where(mask[:, None, :, None], landmarks, 0)
+    return weights[:, None] @ landmarks, inside.any(-1)
 
 
 def _pooling_matrix(length: int, bins: int, like: Tensor) -> Tensor:

@@ -192,9 +192,9 @@ class Detection(Task):
     def collate_eval(self, samples: list[Any]) -> DetectionBatch:
         return collate_detection(samples)
 
-    def order(self, generator: torch.Generator, batch_size: int) -> list[int]:
+    def order(self, samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
         """The order of an epoch: a batch's pictures are all wide or all tall."""
-        ratios = [self.data.train.aspect_ratio(index) for index in range(len(self.data.train))]
+        ratios = [self.data.train.aspect_ratio(index) for index in range(samples)]
         return aspect_ratio_order(ratios, batch_size, generator)
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:

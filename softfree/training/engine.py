@@ -28,7 +28,7 @@ from softfree.training.devices import AMP_DTYPES, amp_dtype_for, to_device
 from softfree.training.distributed import Agreement, Processes
 from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
 from softfree.training.logs import EVAL_CSV, TRAIN_CSV, RunLog, Timer, peak_memory_gib
-from softfree.training.sampling import Augmented, EvalSampler, StepSampler, seed_all
+from softfree.training.sampling import Augmented, EvalSampler, StepSampler, seed_all, shuffle
 from softfree.training.schedule import Schedule
 from softfree.training.settings import Interval, OptimSettings, RunSettings, check_settings
 from softfree.training.signals import StopRequest, ignore_signals
@@ -85,6 +85,10 @@ class Task(ABC):
     def collate_eval(self, samples: list[Any]) -> Any:
         """Items of ``eval_data`` as a batch."""
         return self.collate(samples)
+
+    def order(self, samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
+        """The order of an epoch's samples; stretches of ``batch_size`` meet in one process's batch."""
+        return shuffle(samples, batch_size, generator)
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
         """Groups for AdamW: no weight decay for biases, norms and what the model itself names."""
@@ -155,6 +159,7 @@ class _Training:
             run.seed,
             start=0,
             stop=0,
+            permute=task.order,
         )
         self.steps_per_epoch = self.sampler.steps_per_epoch
         self.schedule = Schedule.of(optim, self.steps_per_epoch)

@@ -5,7 +5,7 @@ into the next epoch, and a sample's augmentation depends on (seed, epoch, index)
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ class StepSampler(Sampler[list[Key]]):
 
     A global batch is a stretch of the epoch's permutation; its slice number ``pass_ * processes + rank`` is
     the process's. So two processes of batch b, or one with two accumulated passes, see in one step what
-    one process of batch 2 b sees. What is left at the end of an epoch is dropped.
+    one process of batch 2 b sees. What is left at the end of an epoch is dropped. ``permute(samples,
+    batch_size, generator)`` gives an epoch's order.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StepSampler(Sampler[list[Key]]):
         seed: int,
         start: int,
         stop: int,
+        permute: Callable[[int, int, torch.Generator], list[int]] | None = None,
     ):
         self.samples = samples
         self.batch_size = batch_size
@@ -60,6 +62,7 @@ class StepSampler(Sampler[list[Key]]):
         self.seed = seed
         self.start = start
         self.stop = stop
+        self.permute = permute or shuffle
         self.global_batch = batch_size * passes * processes
         self.steps_per_epoch = samples // self.global_batch
         if not self.steps_per_epoch:
@@ -79,12 +82,17 @@ class StepSampler(Sampler[list[Key]]):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != shuffled_epoch:
                 generator = torch.Generator().manual_seed(self.seed + epoch)
-                order = torch.randperm(self.samples, generator=generator).tolist()
+                order = self.permute(self.samples, self.batch_size, generator)
                 shuffled_epoch = epoch
             for pass_ in range(self.passes):
                 part = pass_ * self.processes + self.rank
                 begin = position * self.global_batch + part * self.batch_size
                 yield [(epoch, index) for index in order[begin : begin + self.batch_size]]
+
+
+def shuffle(samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
+    """All indices in random order."""
+    return torch.randperm(samples, generator=generator).tolist()
 
 
 class EvalSampler(Sampler[list[int]]):

@@ -1,7 +1,6 @@
 """`softfree benchmark`: wrong attentions are not timed, figures reach table, CSV and plot, errors are clear."""
 
 import csv
-import importlib.util
 
 import pytest
 import torch
@@ -216,15 +215,6 @@ def test_cuda_without_cuda_is_refused(command, monkeypatch):
 def test_kernels_asked_for_on_a_cpu_are_refused():
     with pytest.raises(ValueError, match="backend 'triton'"):
         benchmark.main(["attention", *TINY, "--backends", "triton"])
-
-
-def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
-    )
-    with pytest.raises(ValueError, match=r"pip install 'softfree\[plots\]'"):
-        benchmark.main(["attention", *TINY, "--plot", "costs.png"])
 
 
 def test_default_shapes_of_a_gpu_and_one_number_of_heads_for_all():

@@ -264,6 +264,18 @@ def test_a_mask_of_real_tokens_alone_changes_nothing(spec, size):
     torch.testing.assert_close(landmarks, sampler(q, size)[0])
 
 
+@pytest.mark.parametrize("spec", ["average:3", "average:9", "conv:3", "conv:9"])
+@pytest.mark.parametrize("real", [1, 7, 16, 30])
+def test_padding_a_sequence_does_not_change_its_fixed_number_of_landmarks(spec, real):
+    sampler = create_sampler(spec, CHANNELS, 2, sequence=True).double().eval()
+    q = queries(31)
+    mask = (torch.arange(31) < real).expand(2, -1)
+    landmarks, landmark_mask = sampler(q, None, mask)
+    alone, _ = sampler(q[:, :, :real], None)
+    assert landmark_mask.sum(1).tolist() == [alone.shape[2]] * 2
+    torch.testing.assert_close(landmarks[:, :, : alone.shape[2]], alone)
+
+
 @pytest.mark.parametrize("spec", [*SAMPLERS, "conv:4", "average:4"])
 def test_landmarks_keep_the_gradient_of_the_tokens(spec):
     spec = f"{spec}:4" if spec in ("random", "first") else spec
