@@ -24,7 +24,7 @@ COMMANDS = {
     "predict": "Say what is in pictures, with a model that `softfree train` wrote.",
     "quickstart": "Train a small model on handwritten digits, score it, and draw what it has learned.",
     "train": "Train a model: from a laptop to a cluster, with checkpoints, logs and resume.",
-    "validate": "Score a trained model: top-1, top-5, loss, throughput, at any image sizes.",
+    "validate": "Score a trained model: accuracy, average precision or mIoU, at any image size.",
 }
 USAGE_ERROR = 2
 INTERRUPTED = 130

@@ -10,7 +10,7 @@ from typing import Any
 
 from softfree.analysis import capture_attention
 from softfree.layers import SoftAttention, SoftBlock
-from softfree.models import load_release_checkpoint
+from softfree.models import fold_batch_norms, load_release_checkpoint
 from softfree.ops import newton_inverse, newton_residuals, soft_attention
 
 __version__ = "0.1.0"
@@ -18,6 +18,7 @@ __all__ = [
     "SoftAttention",
     "SoftBlock",
     "capture_attention",
+    "fold_batch_norms",
     "load_release_checkpoint",
     "newton_inverse",
     "newton_residuals",

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import difflib
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from softfree.analysis import (
     count_macs,
@@ -38,6 +36,7 @@ from softfree.commands._benchmark_common import (
     progress,
 )
 from softfree.commands.demo import choose_device
+from softfree.models import fold_batch_norms
 
 BENCHES = ("train", "infer", "both")
 AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -322,25 +321,6 @@ def fold_if_safe(network: nn.Module, img_size: int) -> str:
         return f"batch norms not folded: the result would change by {error:.0e}"
     fold_batch_norms(network)
     return f"{count} batch norms folded"
-
-
-def fold_batch_norms(network: nn.Module) -> int:
-    """Fold each batch norm listed right after a convolution into it; return how many there were."""
-    count = 0
-    for parent in list(network.modules()):
-        children = list(parent.named_children())
-        for (first, conv), (second, norm) in itertools.pairwise(children):
-            if not isinstance(conv, nn.Conv2d) or not isinstance(norm, nn.BatchNorm2d):
-                continue
-            if norm.num_features != conv.out_channels or norm.running_mean is None:
-                continue
-            setattr(parent, first, fuse_conv_bn_eval(conv, norm))
-            # timm's norms may hold a dropout and an activation.
-            rest = [getattr(norm, part, None) for part in ("drop", "act")]
-            kept = [part for part in rest if isinstance(part, nn.Module)]
-            setattr(parent, second, nn.Sequential(*kept) if kept else nn.Identity())
-            count += 1
-    return count
 
 
 def relate(rows: Sequence[Throughput]) -> None:

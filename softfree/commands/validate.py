@@ -1,4 +1,4 @@
-"""Score a trained model: top-1, top-5, loss, throughput, at any image sizes.
+"""Score a trained model: accuracy, average precision or mIoU, at any image size.
 
 `softfree validate classification --checkpoint OUT/best --data-dir D`, alone or under torchrun: each picture
 counts once.

@@ -1,7 +1,8 @@
 """Whole networks. Importing this package registers them with timm."""
 
 from softfree.models.checkpoints import load_release_checkpoint
+from softfree.models.folding import fold_batch_norms
 from softfree.models.isotropic import SoftVisionTransformer
 from softfree.models.pyramid import SoftPyramid
 
-__all__ = ["SoftPyramid", "SoftVisionTransformer", "load_release_checkpoint"]
+__all__ = ["SoftPyramid", "SoftVisionTransformer", "fold_batch_norms", "load_release_checkpoint"]
