@@ -16,7 +16,7 @@ COMMANDS = {
     "check-data": "Check data before training: boxes, masks, class maps, categories, missing files.",
     "compare": "Compare attentions on a task of the Long Range Arena: accuracy, size, speed, memory.",
     "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
-    "explore": "Open a page that shows where each patch of a photo attends to.",
+    "explore": "Serve a page that shows where each patch of a photo attends to.",
     "export": "Write a model as ONNX or as a torch.export program, checked against PyTorch.",
     "figure": "Draw the papers' figures for a model and a photo of yours.",
     "inspect": "Examine the attention layers of a model: condition, convergence, errors.",

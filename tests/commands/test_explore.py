@@ -1,14 +1,13 @@
 """`softfree explore`: it serves a checkpoint on loopback until Ctrl-C, and says what it can't do."""
 
-import json
 import re
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from urllib.request import urlopen
 
+import httpx
 import pytest
 from torch import nn
 
@@ -23,6 +22,7 @@ def subject(**metadata) -> Subject:
     return Subject("model", nn.Identity(), metadata)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_served_on_loopback_until_interrupted(tmp_path):
     folder = classifier_checkpoint(tmp_path / "run" / "best")
     process = subprocess.Popen(
@@ -36,12 +36,12 @@ def test_a_checkpoint_is_served_on_loopback_until_interrupted(tmp_path):
         assert process.stdout.readline() == "Attention of run/best\n"
         found = re.match(r"(http://127\.0\.0\.1:\d+/) ", process.stdout.readline())
         assert found
-        with urlopen(f"{found[1]}api/setup", timeout=20) as answer:
-            setup = json.load(answer)
-        assert setup["models"][0] == setup["models"][0] | {"title": "run/best", "size": 64}
+        client = httpx.Client(base_url=found[1], trust_env=False, timeout=20)
+        setup = client.get("api/setup").json()
+        assert setup["models"][0] == setup["models"][0] | {"title": "run/best", "own_size": 64}
         assert setup["photos"][0]["name"] == "digit 1"  # the checkpoint's classes are digits
-        with urlopen(f"{found[1]}api/capture?model=0&photo=sample-1&size=64") as answer:
-            assert len(json.load(answer)["layers"]) == 4
+        captured = client.get("api/capture?model=0&photo=sample-1&size=64").json()
+        assert len(captured["layers"]) == 4
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     finally:

@@ -1,0 +1,121 @@
+"""Serve a page that shows where each patch of a photo attends to."""
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from PIL import Image
+from rich.console import Console
+from rich.markup import escape
+
+from softfree.commands._figure_common import Repeated, Subject
+from softfree.commands._figure_heatmap import load_subjects
+from softfree.commands._picture import landscape
+from softfree.commands.demo import choose_device
+from softfree.data.shapes import draw_shapes
+
+LOOPBACK = "127.0.0.1"
+DIGITS = 4
+SHAPES = (1, 4)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree explore`` with these arguments; return the exit code."""
+    return tyro.cli(explore, args=argv, prog="softfree explore", description=__doc__)
+
+
+def explore(
+    checkpoint: Annotated[tuple[Path, ...], Repeated] = (),
+    model: Annotated[tuple[str, ...], Repeated] = (),
+    host: str = LOOPBACK,
+    port: int = 8642,
+    device: str = "auto",
+) -> int:
+    """Serve the page until Ctrl-C. Photos stay in memory; nothing is written or sent elsewhere.
+
+    Args:
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated.
+        model: name of a fresh model with random weights, see `softfree models`; may be repeated.
+        host: address to listen on. Others than 127.0.0.1 let other machines in, without a password.
+        port: port to listen on; 0 for any free one.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+    """
+    try:
+        import uvicorn
+
+        from softfree.explorer.server import create_app
+    except ImportError as error:
+        raise ValueError(
+            f"the explorer needs {error.name}: pip install 'softfree[explorer]'"
+        ) from error
+    where = choose_device(device)
+    listening = listen(host, port)
+    subjects = load_subjects(checkpoint, model, (), where)
+    check_images(subjects, checkpoint)
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(subjects, samples(subjects), host), log_level="warning")
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    address = f"[{host}]" if ":" in host else host
+    console.print(
+        f"Attention of {escape(', '.join(subject.title for subject in subjects))}\n"
+        f"[bold]http://{escape(address)}:{listening.getsockname()[1]}/[/]   Ctrl-C ends it"
+    )
+    if host not in (LOOPBACK, "::1", "localhost"):
+        console.print("[yellow]Anyone who reaches this address can use it.[/]")
+    # A moved query costs a few small products, which threads make slower, above all on busy cores.
+    torch.set_num_threads(1)
+    with suppress(KeyboardInterrupt):  # the way to end it
+        server.run(sockets=[listening])
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address, or an error that says what would work; before the models are loaded."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port must be at most 65535 (0 for any free one), got {port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm, which holds answers back for 40 ms, off only for sockets that say TCP.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        # From here on a browser waits for the models instead of being refused.
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise ValueError(
+            f"--host {host} --port {port}: can't listen there ({error.strerror}); "
+            "try another --port, or --port 0 for any free one"
+        ) from error
+    return listening
+
+
+def check_images(subjects: Sequence[Subject], checkpoints: Sequence[Path]) -> None:
+    """Refuse models that read something else than photos."""
+    for path, subject in zip(checkpoints, subjects, strict=False):
+        task = subject.metadata["task"]
+        if task == "longrange":
+            raise ValueError(f"--checkpoint {path} is of the task {task!r}, which reads no photos")
+
+
+def samples(subjects: Sequence[Subject]) -> dict[str, Image.Image]:
+    """Photos to begin with: drawn ones, after handwritten digits for models that know these."""
+    shapes = {f"shapes {n}": draw_shapes(n, side=256).image for n in SHAPES}
+    drawn = {"lake": landscape()} | {name: Image.fromarray(p) for name, p in shapes.items()}
+    if not any(reads_digits(subject.metadata) for subject in subjects):
+        return drawn
+    # Late: scikit-learn takes a second to import.
+    from softfree.data.digits import Digits
+
+    digits = Digits("val")
+    return {f"digit {n + 1}": digits.read(n)[0] for n in range(DIGITS)} | drawn
+
+
+def reads_digits(metadata: dict[str, Any]) -> bool:
+    """Whether a model's classes are the ten digits."""
+    return list(metadata.get("class_names", ())) == [str(digit) for digit in range(10)]

@@ -1,0 +1,1 @@
+"""A page that shows where each patch of a photo attends to; see docs/explorer.md."""

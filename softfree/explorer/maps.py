@@ -1,0 +1,208 @@
+"""What the page asks for: photos, captured attention and heat maps, all of it in memory and bounded."""
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from softfree.analysis.capture import (
+    AttentionCapture,
+    AttentionLayer,
+    SoftLayer,
+    capture_attention,
+)
+from softfree.analysis.pictures import view
+from softfree.data.images import open_image
+from softfree.ops.reference import gaussian_kernel
+
+# A title, a network, and what its images want: img_size, mean, std; task and class_names if it has any.
+Subject = tuple[str, nn.Module, dict[str, Any]]
+
+# Three ways to attend with the queries of one softmax-free layer.
+VARIANTS = ("SOFT", "SOFT++", "softmax")
+SIZES = range(32, 513, 32)
+MOST_STEPS = 40
+TOP = 5
+# A photo is kept as its central square, at most this wide.
+WIDEST = 1024
+KEPT_PHOTOS = 8
+# A capture at 512 x 512 takes about 30 MB, a kernel about 70 MB.
+KEPT_CAPTURES = 8
+KEPT_KERNELS = 4
+KEPT_MIXINGS = 256
+
+
+class Place(NamedTuple):
+    """One attention layer: of which model, on which photo, at which image size."""
+
+    model: int
+    photo: str
+    size: int
+    stage: int
+    block: int
+
+
+class Explorer:
+    """Photos, and what the models' attention layers do with them.
+
+    A photo's capture, a layer's kernel and the inverse for a number of Newton steps are computed once and
+    kept for a while, so that a moved query costs two small products. Calls may come from any thread; one
+    computes at a time.
+
+    Args:
+        subjects: the models.
+        samples: photos that are there from the start, by name.
+    """
+
+    def __init__(self, subjects: Sequence[Subject], samples: Mapping[str, Image.Image]):
+        self.subjects = subjects
+        self.sample_names = {f"sample-{n}": name for n, name in enumerate(samples, 1)}
+        self._samples = dict(zip(self.sample_names, map(_square, samples.values()), strict=True))
+        self._uploads: dict[str, Image.Image] = {}
+        # Also because two threads that capture from one model would record each other's layers.
+        self._computing = threading.RLock()
+        self._decoding = threading.Lock()
+        self._capture = lru_cache(KEPT_CAPTURES)(self._run)
+        self._kernel = lru_cache(KEPT_KERNELS)(self._evaluate_kernel)
+        self._mixing = lru_cache(KEPT_MIXINGS)(self._invert)
+
+    def add_photo(self, content: bytes) -> str:
+        """Keep a photo, from the bytes of its file; returns its name. The oldest of many is forgotten.
+
+        Raises :class:`softfree.data.images.UnreadableImageError` with the reason.
+        """
+        with self._decoding:  # a large photo takes hundreds of megabytes for a moment
+            square = _square(open_image(BytesIO(content)))
+            name = hashlib.sha256(content).hexdigest()[:16]
+            self._uploads.pop(name, None)
+            self._uploads[name] = square
+            while len(self._uploads) > KEPT_PHOTOS:
+                del self._uploads[next(iter(self._uploads))]
+        return name
+
+    def photo(self, name: str) -> Image.Image:
+        """The central square of a photo; ValueError if it isn't kept."""
+        square = self._samples.get(name) or self._uploads.get(name)
+        if square is None:
+            raise ValueError("that photo is no longer kept; give it again")
+        return square
+
+    def describe(self, model: int, photo: str, size: int) -> dict[str, Any]:
+        """The layers a model has on a photo, and its likeliest classes (None if it has no classes)."""
+        with self._computing:
+            captured = self._capture(model, photo, size)
+            layers = [_describe_layer(layer) for layer in captured.layers if layer.size]
+            metadata = self.subjects[model][2]
+            return {"layers": layers, "top": top_classes(captured.output, metadata)}
+
+    def convergence(self, place: Place) -> dict[str, Any]:
+        """The residual after 0, 1, ... Newton steps, of the worst head; none but for softmax-free layers."""
+        with self._computing:
+            layer = self.layer(place)
+            if not isinstance(layer, SoftLayer):
+                return {"residuals": [], "steps_needed": None}
+            worst = layer.expected_residuals(MOST_STEPS).amax(0)
+            return {"residuals": worst.tolist(), "steps_needed": layer.steps_needed()}
+
+    def layer(self, place: Place) -> AttentionLayer:
+        """The layer at a place; ValueError where the model has none."""
+        with self._computing:
+            return self._capture(*place[:3]).layer(place.stage, place.block)
+
+    def heat_maps(self, place: Place, x: float, y: float, steps: int | None = None) -> Tensor:
+        """The maps of the patch at (x, y), parts of the image: (variants, heads, H, W), float64, on the CPU.
+
+        Args:
+            steps: Newton steps; None: as many as the layer takes.
+        """
+        with self._computing:
+            layer = self.layer(place)
+            token = layer.token_at(x, y)
+            if not isinstance(layer, SoftLayer):
+                return layer.heat_map(token)[None].double().cpu()
+            kernel = self._kernel(place)
+            taken = layer.iterations if steps is None else steps
+            rows = [
+                kernel[:, [token]] @ self._mixing(place, taken, normalize) @ kernel.mT
+                for normalize in (False, True)
+            ]
+            soft = torch.cat(rows, 1).transpose(0, 1)[..., layer.prefix :]
+            softmax = layer.as_softmax().heat_map(token)[None]
+            return torch.cat([soft.unflatten(2, softmax.shape[2:]), softmax.double()]).cpu()
+
+    def _run(self, model: int, photo: str, size: int) -> AttentionCapture:
+        _, network, metadata = self.subjects[model]
+        pixels = view(self.photo(photo), size, metadata).pixels
+        return capture_attention(network, pixels)
+
+    def _evaluate_kernel(self, place: Place) -> Tensor:
+        """kappa(Q, L), (heads, tokens, m), float64; also kappa(K, L), since the keys are the queries."""
+        layer = self.layer(place)
+        assert isinstance(layer, SoftLayer)
+        return gaussian_kernel(layer.queries.double(), layer.landmarks.double(), layer.scale)
+
+    def _invert(self, place: Place, steps: int, normalize: bool) -> Tensor:
+        """Y', (heads, m, m)."""
+        layer = self.layer(place)
+        assert isinstance(layer, SoftLayer)
+        return replace(layer, iterations=steps, normalize=normalize).mixing
+
+
+def top_classes(output: Any, metadata: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The likeliest classes, falling; None for models that don't classify."""
+    if metadata.get("task") != "classification":
+        return None
+    chances = output[0].float().softmax(-1)
+    best = chances.topk(min(TOP, len(chances)))
+    names = metadata.get("class_names")
+    return [
+        {"label": names[index] if names else f"class {index}", "probability": chance}
+        for chance, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def pack(maps: Tensor) -> bytes:
+    """Maps (..., H, W) for the page: least and greatest value of each, float32, then all as bytes.
+
+    Each map is scaled to 0 at its least value and 255 at its greatest; one without contrast to 0.
+    """
+    least, greatest = maps.amin((-2, -1)), maps.amax((-2, -1))
+    span = (greatest - least)[..., None, None]
+    scaled = torch.where(span > 0, (maps - least[..., None, None]) / span, 0)
+    ranges = torch.stack([least, greatest], -1).numpy().astype("<f4")
+    return ranges.tobytes() + (255 * scaled).round().numpy().astype(np.uint8).tobytes()
+
+
+def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
+    soft = (
+        {}
+        if not isinstance(layer, SoftLayer)
+        else {"landmarks": layer.m, "steps": layer.iterations}
+    )
+    return {
+        "stage": layer.stage,
+        "block": layer.block,
+        "kind": layer.kind,
+        "heads": layer.heads,
+        "grid": layer.size,
+        "variants": VARIANTS if soft else [layer.kind],
+        **soft,
+    }
+
+
+def _square(photo: Image.Image) -> Image.Image:
+    """The central square, which is all that a model sees, at most WIDEST wide."""
+    width, height = photo.size
+    edge = min(width, height)
+    left, top = (width - edge) // 2, (height - edge) // 2
+    square = photo.crop((left, top, left + edge, top + edge))
+    square.thumbnail((WIDEST, WIDEST))
+    return square

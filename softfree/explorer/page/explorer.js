@@ -1,0 +1,446 @@
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const VIRIDIS = ["440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725"];
+const COLOURS = colourTable(VIRIDIS);
+const CONVERGED = 1e-2;
+
+// `wanted`: what was chosen; `captured`: the same as shown, once the server has `layers` of it. `layer` is one of
+// them. `steps` null: as many as the layer takes.
+const state = {
+  setup: null, wanted: { model: 0, photo: null, size: 224 }, captured: null, layers: [], layer: null,
+  heads: new Set([0, 1]), hidden: new Set(), steps: null, residuals: [], x: 0.5, y: 0.5, pinned: false,
+};
+let panels = [];
+let loading = null;
+
+// ---- talking to the server
+
+async function ask(path, options) {
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (problem) {
+    if (problem.name === "AbortError") throw problem;
+    throw new Error("The explorer does not answer. Is `softfree explore` still running?");
+  }
+  if (response.ok) return response;
+  const detail = await response.json().then((answer) => answer.detail, () => null);
+  throw new Error(typeof detail === "string" ? detail : `The explorer failed (${response.status}).`);
+}
+
+function layerQuery(more = {}) {
+  return new URLSearchParams({ ...state.captured, stage: state.layer.stage, block: state.layer.block, ...more });
+}
+
+function say(message) {
+  $("message").textContent = message;
+  $("message").hidden = !message;
+}
+
+// ---- a photo at a size: capture, then maps
+
+async function load() {
+  loading?.abort();
+  const mine = loading = new AbortController();
+  document.body.classList.add("busy");
+  try {
+    const wanted = { ...state.wanted };
+    const response = await ask(`api/capture?${new URLSearchParams(wanted)}`, { signal: mine.signal });
+    const { layers, top } = await response.json();
+    if (mine !== loading) return;
+    say("");
+    state.captured = wanted;
+    state.layers = layers;
+    showPhoto(wanted.photo);
+    showClasses(top);
+    const { stage = layers[0].stage, block = -1 } = state.layer ?? {};
+    chooseLayer(stage, block);
+  } catch (problem) {
+    if (problem.name !== "AbortError") say(problem.message);
+  } finally {
+    if (mine === loading) document.body.classList.remove("busy");
+  }
+}
+
+function blocksOf(stage) {
+  return state.layers.filter((layer) => layer.stage === stage);
+}
+
+// The layer of this stage and block; the last block where there is none.
+function chooseLayer(stage, block) {
+  const blocks = blocksOf(stage).length ? blocksOf(stage) : state.layers;
+  state.layer = blocks.find((layer) => layer.block === block) ?? blocks.at(-1);
+  const heads = [...state.heads].filter((head) => head < state.layer.heads);
+  state.heads = new Set(heads.length ? heads : [0, 1].slice(0, state.layer.heads));
+  showControls();
+  buildMaps();
+  refresh();
+  showConvergence();
+}
+
+let moving = false, moved = false;
+
+// One request at a time; when it is answered, the newest position is asked for and those between are not.
+async function refresh() {
+  moved = true;
+  if (moving || !state.layer) return;
+  moving = true;
+  while (moved) {
+    moved = false;
+    try {
+      await fetchMaps();
+    } catch (problem) {
+      say(problem.message);
+    }
+  }
+  moving = false;
+}
+
+async function fetchMaps() {
+  const { layer, x, y } = state;
+  const began = performance.now();
+  const steps = layer.steps !== undefined && state.steps !== null ? { steps: state.steps } : {};
+  const response = await ask(`api/maps?${layerQuery({ x, y, ...steps })}`);
+  const content = await response.arrayBuffer();
+  if (layer !== state.layer) return;
+  draw(layer, content);
+  placePatches(x, y);
+  const took = performance.now() - began;
+  $("speed").textContent = `Last maps: ${took.toFixed(0)} ms from the question to the drawing.`;
+}
+
+// ---- drawing
+
+function colourTable(stops) {
+  const rgb = stops.map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+  const table = new Uint32Array(256);
+  for (let value = 0; value < 256; value++) {
+    const place = (value / 255) * (rgb.length - 1);
+    const low = Math.min(Math.floor(place), rgb.length - 2);
+    const [r, g, b] = [0, 1, 2].map((c) => Math.round(rgb[low][c] + (place - low) * (rgb[low + 1][c] - rgb[low][c])));
+    new Uint8Array(table.buffer, 4 * value, 4).set([r, g, b, 255]);
+  }
+  return table;
+}
+
+// `content`: least and greatest value of every map as float32, then the maps as bytes (variants, heads, H, W).
+function draw(layer, content) {
+  const [height, width] = layer.grid;
+  const count = layer.variants.length * layer.heads;
+  const ranges = new DataView(content, 0, 8 * count);
+  for (const { variant, head, canvas, caption } of panels) {
+    const index = variant * layer.heads + head;
+    const values = new Uint8Array(content, 8 * count + index * height * width, height * width);
+    const image = new ImageData(width, height);
+    const pixels = new Uint32Array(image.data.buffer);
+    for (let i = 0; i < values.length; i++) pixels[i] = COLOURS[values[i]];
+    canvas.getContext("2d").putImageData(image, 0, 0);
+    const [least, most] = [0, 4].map((at) => ranges.getFloat32(8 * index + at, true));
+    caption.textContent = `${short(least)} to ${short(most)}`;
+  }
+}
+
+function short(value) {
+  return value === 0 ? "0" : value.toExponential(1).replace("e+0", "").replace("-", "−").replace("e-", "e−");
+}
+
+function placePatches(x, y) {
+  const [height, width] = state.layer.grid;
+  const [row, column] = [Math.min(Math.floor(y * height), height - 1), Math.min(Math.floor(x * width), width - 1)];
+  for (const patch of document.querySelectorAll(".patch")) {
+    Object.assign(patch.style, {
+      left: `${(100 * column) / width}%`, top: `${(100 * row) / height}%`,
+      width: `${100 / width}%`, height: `${100 / height}%`,
+    });
+  }
+  return [row, column];
+}
+
+function buildMaps() {
+  const { layer } = state;
+  const [height, width] = layer.grid;
+  const shown = layer.variants.map((name, variant) => ({ name, variant })).filter(({ name }) => !isHidden(name));
+  const cells = [element("span")];
+  for (const { name } of shown) {
+    const own = name === layer.kind ? "this model" : "what if";
+    cells.push(element("div", { className: "title" }, name, element("small", {}, own)));
+  }
+  panels = [];
+  for (const head of [...state.heads].sort((a, b) => a - b)) {
+    cells.push(element("span", { className: "head" }, `head ${head + 1}`));
+    for (const { name, variant } of shown) {
+      const canvas = element("canvas", { width, height });
+      const caption = element("figcaption");
+      const image = element("img", { src: photoUrl(state.captured.photo), alt: "", draggable: false });
+      const map = element("div", { className: "map" }, image, canvas, element("span", { className: "patch" }));
+      map.setAttribute("role", "img");
+      map.setAttribute("aria-label", `${name}, head ${head + 1}`);
+      cells.push(element("figure", {}, map, caption));
+      panels.push({ variant, head, canvas, caption });
+    }
+  }
+  $("maps").style.setProperty("--columns", shown.length);
+  $("maps").classList.toggle("many", state.heads.size > 4);
+  $("maps").replaceChildren(...cells);
+}
+
+function isHidden(name) {
+  return state.layer.variants.length > 1 && state.hidden.has(name);
+}
+
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+// ---- the Newton iteration
+
+async function showConvergence() {
+  const { layer } = state;
+  state.residuals = [];
+  $("newton").hidden = layer.steps === undefined;
+  if (layer.steps === undefined) return;
+  try {
+    const { residuals } = await (await ask(`api/convergence?${layerQuery()}`)).json();
+    if (layer !== state.layer) return;
+    state.residuals = residuals;
+    showSteps();
+  } catch (problem) {
+    say(problem.message);
+  }
+}
+
+function showSteps() {
+  const { layer, residuals } = state;
+  const steps = state.steps ?? layer.steps;
+  $("steps").value = steps;
+  $("steps-value").textContent = steps === layer.steps ? `${steps} (this model's)` : `${steps} (this model: ${layer.steps})`;
+  const residual = residuals[steps];
+  if (residual === undefined) return;
+  const reached = residual <= CONVERGED ? "converged" : "not converged: small eigenvalues are cut off";
+  $("residual").textContent = `Residual |AYA − A| / |A|: ${short(residual)}, ${reached}.`;
+  $("steps").setAttribute("aria-valuetext", `${steps} steps, residual ${short(residual)}`);
+  drawCurve(residuals, steps);
+}
+
+// The residual falls from 1 to 1e-6 over the height; what is smaller lies on the ground.
+function drawCurve(residuals, steps) {
+  const [left, right, top, bottom] = [26, 230, 6, 56];
+  const across = (step) => left + ((right - left) * step) / (residuals.length - 1);
+  const down = (value) => top + ((bottom - top) * Math.min(6, -Math.log10(Math.max(value, 1e-9)))) / 6;
+  const points = residuals.map((value, step) => `${across(step)},${down(value)}`).join(" ");
+  $("curve").replaceChildren(
+    shape("line", { class: "goal", x1: left, x2: right, y1: down(CONVERGED), y2: down(CONVERGED) }),
+    shape("polyline", { class: "line", points }),
+    shape("circle", { class: "now", cx: across(steps), cy: down(residuals[steps]), r: 4 }),
+    ...[[1, "1"], [CONVERGED, "1e−2"], [1e-6, "1e−6"]].map(([value, text]) =>
+      shape("text", { x: left - 3, y: down(value) + 3, "text-anchor": "end" }, text)),
+    ...[0, 10, 20, 30, 40].map((step) => shape("text", { x: across(step), y: 67, "text-anchor": "middle" }, String(step))),
+  );
+}
+
+function shape(tag, attributes, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.textContent = text;
+  return made;
+}
+
+// ---- controls
+
+function showControls() {
+  const { layer, layers } = state;
+  const stages = [...new Set(layers.map(({ stage }) => stage))];
+  chips("stages", "radio", stages.map((stage) => ({
+    text: String(stage), on: stage === layer.stage, change: () => chooseLayer(stage, -1),
+  })));
+  $("block").replaceChildren(...blocksOf(layer.stage).map(({ block, kind }) =>
+    element("option", { value: block, selected: block === layer.block }, `${block}: ${kind}`)));
+  chips("heads", "checkbox", Array.from({ length: layer.heads }, (_, head) => ({
+    text: String(head + 1), on: state.heads.has(head), change: (on) => toggle(state.heads, head, on),
+  })));
+  $("variants-field").hidden = layer.variants.length === 1;
+  chips("variants", "checkbox", layer.variants.map((name) => ({
+    text: name, on: !state.hidden.has(name), change: (on) => toggle(state.hidden, name, !on),
+  })));
+  const [height, width] = layer.grid;
+  const landmarks = layer.landmarks ? `, ${layer.landmarks} landmarks` : "";
+  $("grid").textContent = `${height} × ${width} = ${(height * width).toLocaleString("en")} tokens${landmarks}`;
+  $("compared").textContent = layer.variants.length === 1
+    ? `This layer is ${layer.kind}: the maps show what it computes.`
+    : "Every column uses the same queries, which this layer computed from the photo; in SOFT they are the keys, "
+      + "too. SOFT and SOFT++ differ in the normalisation of the inverse only. Softmax is what softmax attention "
+      + "would do with these queries and keys: not a model trained with it. Newton steps act on SOFT and SOFT++.";
+  showSteps();
+}
+
+function chips(id, type, items) {
+  const focused = [...$(id).querySelectorAll("input")].indexOf(document.activeElement);
+  $(id).replaceChildren(...items.map(({ text, on, change }) => {
+    const input = element("input", { type, name: id, checked: on });
+    input.addEventListener("change", () => change(input.checked));
+    return element("label", {}, input, element("span", {}, text));
+  }));
+  $(id).querySelectorAll("input")[focused]?.focus();
+}
+
+function toggle(set, item, on) {
+  if (on) set.add(item); else set.delete(item);
+  buildMaps();
+  refresh();
+}
+
+function showClasses(top) {
+  $("classes").hidden = !top;
+  $("top").replaceChildren(...(top ?? []).map(({ label, probability }) => element("li", {},
+    element("span", { className: "label" }, label), element("span", {}, `${(100 * probability).toFixed(1)} %`),
+    element("progress", { max: 1, value: probability }))));
+}
+
+function showModel() {
+  const { own_size: own, sizes, trained } = state.setup.models[state.wanted.model];
+  $("untrained").hidden = trained;
+  $("size").max = sizes.length - 1;
+  $("size").value = own > sizes.at(-1) ? sizes.length - 1 : sizes.indexOf(own);
+  Object.assign(state, { steps: null, layer: null, heads: new Set([0, 1]) });
+  chooseSize();
+}
+
+function chooseSize() {
+  const { own_size: own, sizes } = state.setup.models[state.wanted.model];
+  const chosen = state.wanted.size = sizes[$("size").value];
+  $("size-value").textContent = `${chosen} × ${chosen}${chosen === own ? " (this model's)" : ""}`;
+  $("size").setAttribute("aria-valuetext", `${chosen} pixels`);
+}
+
+// ---- photos
+
+function photoUrl(id) {
+  return `api/photos/${id}`;
+}
+
+function addPhoto(id, name) {
+  if (document.querySelector(`#photos [data-photo="${id}"]`)) return;
+  const button = element("button", { type: "button", title: name }, element("img", { src: photoUrl(id), alt: name }));
+  button.dataset.photo = id;
+  button.addEventListener("click", () => choosePhoto(id));
+  $("photos").append(button);
+}
+
+function choosePhoto(id) {
+  state.wanted.photo = id;
+  return load();
+}
+
+function showPhoto(id) {
+  $("picture").src = photoUrl(id);
+  for (const button of $("photos").children) button.setAttribute("aria-pressed", button.dataset.photo === id);
+}
+
+async function upload(file) {
+  if (!file) return;
+  const { bytes } = state.setup.limits;
+  if (file.size > bytes) {
+    say(`${file.name} has ${(file.size / 2 ** 20).toFixed(0)} MB; the limit is ${bytes / 2 ** 20} MB.`);
+    return;
+  }
+  document.body.classList.add("busy");
+  try {
+    const { id } = await (await ask("api/photos", { method: "POST", body: file })).json();
+    addPhoto(id, file.name);
+    await choosePhoto(id);
+  } catch (problem) {
+    say(`${file.name}: ${problem.message}`);
+  } finally {
+    document.body.classList.remove("busy");
+  }
+}
+
+// ---- the query
+
+function moveTo(x, y, aloud = false) {
+  if (!state.layer) return;
+  [state.x, state.y] = [x, y].map((part) => Math.min(1, Math.max(0, part)));
+  const [row, column] = placePatches(state.x, state.y);
+  const [height, width] = state.layer.grid;
+  $("where").textContent = aloud ? `Patch in row ${row + 1} of ${height}, column ${column + 1} of ${width}.` : "";
+  refresh();
+}
+
+function follow(event) {
+  const box = $("photo").getBoundingClientRect();
+  moveTo((event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height);
+}
+
+function pin(on) {
+  state.pinned = on;
+  $("pinned").hidden = !on;
+}
+
+// From the centre of a patch to that of another.
+function step(event) {
+  const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+  const move = moves[event.key];
+  if (!move || !state.layer || event.ctrlKey || event.altKey || event.metaKey) return;
+  event.preventDefault();
+  const far = event.shiftKey ? 4 : 1;
+  const [height, width] = state.layer.grid;
+  const along = (part, count, by) => (Math.min(count - 1, Math.max(0, Math.floor(part * count) + by)) + 0.5) / count;
+  pin(true);
+  moveTo(along(state.x, width, far * move[0]), along(state.y, height, far * move[1]), true);
+}
+
+function listen() {
+  const photo = $("photo");
+  photo.addEventListener("pointermove", (event) => {
+    if (event.pointerType === "mouse" ? !state.pinned : event.buttons) follow(event);
+  });
+  photo.addEventListener("pointerdown", (event) => {
+    if (event.pointerType === "mouse" && event.button !== 0) return;
+    pin(event.pointerType === "mouse" && !state.pinned);
+    follow(event);
+  });
+  photo.addEventListener("keydown", step);
+  $("model").addEventListener("change", () => { state.wanted.model = Number($("model").value); showModel(); load(); });
+  $("block").addEventListener("change", () => chooseLayer(state.layer.stage, Number($("block").value)));
+  $("all-heads").addEventListener("click", () => {
+    const every = Array.from({ length: state.layer.heads }, (_, head) => head);
+    state.heads = new Set(state.heads.size < every.length ? every : [0]);
+    showControls();
+    buildMaps();
+    refresh();
+  });
+  $("steps").addEventListener("input", () => { state.steps = Number($("steps").value); showSteps(); refresh(); });
+  $("own-steps").addEventListener("click", () => { state.steps = null; showSteps(); refresh(); });
+  $("size").addEventListener("input", chooseSize);
+  $("size").addEventListener("change", load);
+  $("file").addEventListener("change", () => { upload($("file").files[0]); $("file").value = ""; });
+  document.addEventListener("paste", (event) => upload(event.clipboardData.files[0]));
+  document.addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("dropping"); });
+  document.addEventListener("dragleave", () => document.body.classList.remove("dropping"));
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    document.body.classList.remove("dropping");
+    upload(event.dataTransfer.files[0]);
+  });
+}
+
+async function start() {
+  try {
+    state.setup = await (await ask("api/setup")).json();
+  } catch (problem) {
+    say(problem.message);
+    return;
+  }
+  const { models, photos, limits } = state.setup;
+  $("model").append(...models.map(({ title }, index) => element("option", { value: index }, title)));
+  $("steps").max = limits.steps;
+  for (const { id, name } of photos) addPhoto(id, name);
+  listen();
+  showModel();
+  choosePhoto(photos[0].id);
+}
+
+start();

@@ -1,0 +1,164 @@
+"""The explorer over HTTP: one page, and the data behind it. Nothing is written to disk.
+
+It is made to run on the user's own machine beside a browser that also visits other sites. These can't read
+from it (no CORS), can't upload (the Origin must be ours) and can't pose as it under a name of theirs that
+points here (the Host must be an address, localhost or the name that was asked for).
+"""
+
+import ipaddress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from fastapi.staticfiles import StaticFiles
+from PIL import Image
+
+from softfree.data.images import MAX_PIXELS, UnreadableImageError
+from softfree.explorer.maps import MOST_STEPS, SIZES, Explorer, Place, Subject, pack
+
+PAGE = Path(__file__).parent / "page"
+MAX_BYTES = 25 * 2**20
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+Size = Annotated[int, Query(ge=SIZES[0], le=SIZES[-1])]
+Part = Annotated[float, Query(ge=0, le=1)]
+
+
+def create_app(
+    subjects: Sequence[Subject], samples: Mapping[str, Image.Image], host: str = "127.0.0.1"
+) -> FastAPI:
+    """The application.
+
+    Args:
+        subjects: the models to look at.
+        samples: photos that are there from the start, by name; at least one.
+        host: the name or address it is reached by.
+    """
+    explorer = Explorer(subjects, samples)
+    # FastAPI's own documentation pages would load scripts from elsewhere.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def guard(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        address = request.headers.get("host", "")
+        origin = request.headers.get("origin")
+        if not is_trusted(address, host):
+            response: Response = error(403, f"this explorer does not answer to the name {address}")
+        elif origin is not None and urlsplit(origin).netloc != address:
+            response = error(403, f"requests from {origin} are refused")
+        else:
+            response = await call_next(request)
+        response.headers.update(HEADERS)
+        return response
+
+    @app.exception_handler(ValueError)
+    def refuse(_: Request, problem: ValueError) -> Response:
+        return error(422, str(problem))
+
+    def captured(model: int, photo: str, size: Size) -> tuple[int, str, int]:
+        if not 0 <= model < len(subjects):
+            raise HTTPException(404, f"there is no model {model}")
+        return model, photo, size
+
+    def layer_place(
+        at: Annotated[tuple[int, str, int], Depends(captured)], stage: int, block: int = -1
+    ) -> Place:
+        return Place(*at, stage, block)
+
+    @app.get("/api/setup")
+    def setup() -> dict[str, Any]:
+        models = [
+            {
+                "title": title,
+                "own_size": metadata["img_size"],
+                "sizes": sorted({*SIZES, min(metadata["img_size"], SIZES[-1])}),
+                "trained": "class_names" in metadata or metadata.get("task") != "classification",
+            }
+            for title, _, metadata in subjects
+        ]
+        photos = [{"id": key, "name": name} for key, name in explorer.sample_names.items()]
+        limits = {"bytes": MAX_BYTES, "pixels": MAX_PIXELS, "steps": MOST_STEPS}
+        return {"models": models, "photos": photos, "limits": limits}
+
+    @app.post("/api/photos")
+    async def upload(request: Request) -> dict[str, str]:
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > MAX_BYTES:
+                raise HTTPException(
+                    413, f"the file is larger than the limit of {MAX_BYTES // 2**20} MB"
+                )
+        try:
+            return {"id": await run_in_threadpool(explorer.add_photo, bytes(content))}
+        except UnreadableImageError as problem:
+            raise HTTPException(415, f"that file can't be read as a photo: {problem}") from problem
+
+    @app.get("/api/photos/{photo}")
+    def show(photo: str) -> Response:
+        file = BytesIO()
+        explorer.photo(photo).save(file, "JPEG", quality=90)
+        return Response(file.getvalue(), media_type="image/jpeg")
+
+    @app.get("/api/capture")
+    def capture(at: Annotated[tuple[int, str, int], Depends(captured)]) -> dict[str, Any]:
+        return explorer.describe(*at)
+
+    @app.get("/api/convergence")
+    def convergence(place: Annotated[Place, Depends(layer_place)]) -> dict[str, Any]:
+        return explorer.convergence(place)
+
+    @app.get("/api/maps")
+    def maps(
+        place: Annotated[Place, Depends(layer_place)],
+        x: Part,
+        y: Part,
+        steps: Annotated[int | None, Query(ge=0, le=MOST_STEPS)] = None,
+    ) -> Response:
+        packed = pack(explorer.heat_maps(place, x, y, steps))
+        return Response(packed, media_type="application/octet-stream")
+
+    app.mount("/", StaticFiles(directory=PAGE, html=True))
+    return app
+
+
+def is_trusted(host_header: str, name: str) -> bool:
+    """Whether a Host header names this server: by any address, as localhost, or by its own name.
+
+    A site that lets its own name point to this machine (DNS rebinding) is told by that name.
+
+    Example:
+        >>> is_trusted("127.0.0.1:8642", ""), is_trusted("[::1]:8642", ""), is_trusted("evil.example", "")
+        (True, True, False)
+    """
+    try:
+        host = urlsplit(f"//{host_header}").hostname or ""
+    except ValueError:
+        return False
+    if host in ("localhost", name.lower()):
+        return bool(host)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def error(status: int, message: str) -> JSONResponse:
+    """A refusal in the form of FastAPI's own."""
+    return JSONResponse({"detail": message}, status)

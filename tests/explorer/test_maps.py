@@ -1,0 +1,123 @@
+"""The explorer's maps are those of the captured layers, its classes the model's, its memory bounded."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from softfree.analysis.capture import SoftLayer, SoftmaxLayer, capture_attention
+from softfree.analysis.pictures import view
+from softfree.explorer.maps import (
+    KEPT_PHOTOS,
+    MOST_STEPS,
+    WIDEST,
+    Explorer,
+    Place,
+    pack,
+    top_classes,
+)
+
+from .small import encoded, photo, subjects
+
+
+@pytest.fixture
+def explorer() -> Explorer:
+    return Explorer(subjects(), {"one": photo(0), "two": photo(1)})
+
+
+@pytest.mark.parametrize("steps", [None, 0, 3])
+@pytest.mark.parametrize("stage", [1, 4])  # the fourth has a class token
+def test_maps_equal_those_of_the_layer_and_of_what_if(explorer, stage, steps):
+    place = Place(0, "sample-1", 96, stage, -1)
+    layer = explorer.layer(place)
+    assert isinstance(layer, SoftLayer)
+    maps = explorer.heat_maps(place, 0.3, 0.8, steps)
+    changed = replace(layer, iterations=layer.iterations if steps is None else steps)
+    token = layer.token_at(0.3, 0.8)
+    for found, what in zip(
+        maps,
+        (replace(changed, normalize=False), replace(changed, normalize=True), layer.as_softmax()),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, what.heat_map(token).double(), rtol=1e-5, atol=1e-12)
+
+
+def test_a_layer_of_another_kind_has_the_one_map_it_computes(explorer):
+    place = Place(1, "sample-1", 64, 1, -1)
+    layer = explorer.layer(place)
+    assert isinstance(layer, SoftmaxLayer)
+    expected = layer.heat_map(layer.token_at(0.5, 0.5)).double()[None]
+    torch.testing.assert_close(explorer.heat_maps(place, 0.5, 0.5, steps=3), expected)
+    assert explorer.convergence(place) == {"residuals": [], "steps_needed": None}
+    assert explorer.describe(1, "sample-1", 64)["layers"][0]["variants"] == ["softmax"]
+
+
+def test_convergence_is_that_of_the_iteration(explorer):
+    place = Place(0, "sample-2", 64, 2, -1)
+    layer = explorer.layer(place)
+    assert isinstance(layer, SoftLayer)
+    found = explorer.convergence(place)
+    assert len(found["residuals"]) == MOST_STEPS + 1
+    computed = layer.residuals(8).amax(0)
+    torch.testing.assert_close(
+        torch.tensor(found["residuals"][:9], dtype=computed.dtype), computed, rtol=1e-3, atol=1e-6
+    )
+    assert found["residuals"][found["steps_needed"]] <= 1e-2
+
+
+def test_the_likeliest_classes_are_the_models(explorer):
+    found = explorer.describe(0, "sample-1", 64)["top"]
+    _, model, metadata = explorer.subjects[0]
+    logits = capture_attention(model, view(photo(0), 64, metadata).pixels).output[0]
+    order = logits.argsort(descending=True).tolist()
+    assert [row["label"] for row in found] == [metadata["class_names"][index] for index in order]
+    assert sum(row["probability"] for row in found) == pytest.approx(1)
+
+
+def test_models_that_do_not_classify_have_no_classes():
+    assert top_classes({"0": torch.zeros(1)}, {"task": "detection"}) is None
+    nameless = top_classes(torch.tensor([[0.0, 2.0]]), {"task": "classification"})
+    assert nameless is not None and nameless[0]["label"] == "class 1"
+
+
+def test_a_capture_is_made_once(explorer, monkeypatch):
+    explorer.describe(0, "sample-1", 64)
+
+    def fail(*_):
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr("softfree.explorer.maps.capture_attention", fail)
+    explorer.heat_maps(Place(0, "sample-1", 64, 1, -1), 0.1, 0.2)
+    with pytest.raises(AssertionError, match="captured again"):
+        explorer.describe(0, "sample-1", 96)
+
+
+def test_threads_do_not_mix_their_captures(explorer):
+    sizes = range(64, 193, 32)
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        found = list(threads.map(lambda size: explorer.describe(0, "sample-1", size), sizes))
+    assert [layer["grid"][0] for row in found for layer in row["layers"]] == [
+        size // reduction for size in sizes for reduction in (4, 8, 16, 32)
+    ]
+
+
+def test_the_oldest_upload_is_forgotten_and_samples_stay(explorer):
+    names = [explorer.add_photo(encoded(photo(seed, 8, 8))) for seed in range(KEPT_PHOTOS + 1)]
+    with pytest.raises(ValueError, match="no longer kept"):
+        explorer.photo(names[0])
+    assert explorer.photo(names[-1]).size == (8, 8)
+    assert explorer.photo("sample-1").size == (70, 70)
+
+
+def test_large_photos_are_kept_as_a_smaller_square(explorer):
+    name = explorer.add_photo(encoded(photo(0, 3000, 1500), "JPEG"))
+    assert explorer.photo(name).size == (WIDEST, WIDEST)
+
+
+def test_packed_maps_have_their_ranges_and_each_its_own_scale():
+    maps = torch.tensor([[[[0.0, 1.0], [2.0, 4.0]]], [[[7.0, 7.0], [7.0, 7.0]]]]).double()
+    packed = pack(maps)
+    assert np.frombuffer(packed[:16], "<f4").tolist() == [0, 4, 7, 7]
+    assert list(packed[16:]) == [0, 64, 128, 255, 0, 0, 0, 0]

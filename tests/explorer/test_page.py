@@ -1,0 +1,286 @@
+"""The explorer's page in a real browser: it loads, follows the query, switches, and survives bad files."""
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+
+from softfree.explorer.maps import Explorer, Place, pack
+from softfree.explorer.server import create_app
+
+from .small import encoded, photo, subjects
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE = 20.0
+BAD = "#message:not([hidden])"
+
+
+class Site:
+    """A running explorer, and what its maps must be."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        models, samples = subjects(), {"one": photo(0), "two": photo(1)}
+        # Copies: two threads that capture from one model would record each other's layers.
+        self.explorer = Explorer(deepcopy(models), samples)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        self.server = uvicorn.Server(
+            uvicorn.Config(create_app(models, samples), log_level="warning")
+        )
+        self.thread = threading.Thread(target=self.server.run, args=([listening],))
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+    def shades(self, x: float, y: float, variant: int, photo="sample-1", size=64, **changes):
+        """The bytes of the first head's map, (H, W)."""
+        place = Place(changes.get("model", 0), photo, size, changes.get("stage", 1), -1)
+        maps = self.explorer.heat_maps(place, x, y, changes.get("steps"))
+        height, width = maps.shape[2:]
+        every = np.frombuffer(pack(maps)[8 * maps.shape[0] * maps.shape[1] :], np.uint8)
+        return every.reshape(*maps.shape[:2], height, width)[variant, 0]
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    running = Site()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    with playwright.sync_playwright() as driver:
+        try:
+            browser = driver.chromium.launch(executable_path=found)
+        except playwright.Error:
+            pytest.skip(
+                f"no browser: none of {', '.join(BROWSERS)}, and playwright has none of its own"
+            )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(site, browser):
+    """A fresh page with its first maps drawn; any error in it, or question to another site, fails the test."""
+    yield from open_page(site, browser)
+
+
+def open_page(site, browser, **options):
+    context = browser.new_context(viewport={"width": 1200, "height": 900}, **options)
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda r: r.url.startswith(site.address) or problems.append(r.url))
+    page.goto(site.address)
+    until(lambda: page.locator("figcaption").first.inner_text() != "")
+    yield page
+    context.close()
+    assert not problems
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for it; the page's own waiting evaluates strings, which its security policy forbids."""
+    last = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < last, "did not come to hold"
+        time.sleep(0.02)
+
+
+def drawn(page, column: int) -> np.ndarray:
+    """The pixels of the map in the first row, (H, W, 3)."""
+    width, height, data = (
+        page.locator("#maps canvas")
+        .nth(column)
+        .evaluate(
+            "c => [c.width, c.height, [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]]"
+        )
+    )
+    return np.array(data).reshape(height, width, 4)[..., :3]
+
+
+def shows(page, column: int, shades: np.ndarray) -> bool:
+    """Whether a map is drawn in the page's colours, told by green: it rises with the shade in all of them."""
+    pixels = drawn(page, column)
+    if pixels.shape[:2] != shades.shape:
+        return False
+    stops = [0x01, 0x2D, 0x52, 0x72, 0x91, 0xAE, 0xC9, 0xDC, 0xE7]
+    expected = np.interp(shades, np.linspace(0, 255, len(stops)), stops)
+    return bool(np.abs(pixels[..., 1] - expected).max() <= 2)
+
+
+def hover(page, x: float, y: float) -> None:
+    box = page.locator("#photo").bounding_box()
+    page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+
+
+def test_it_loads_with_maps_classes_and_what_is_compared(page, site):
+    titles = page.locator("#maps .title").all_inner_texts()
+    assert [title.split("\n") for title in titles] == [
+        ["SOFT", "what if"],
+        ["SOFT++", "this model"],
+        ["softmax", "what if"],
+    ]
+    for variant in range(3):
+        until(lambda v=variant: shows(page, v, site.shades(0.5, 0.5, v)))
+    assert page.locator("#top li").count() == 5
+    assert "<b>eel</b>" in page.locator("#top").inner_text()  # as text, not as a tag
+    assert "same queries" in page.locator("#compared").inner_text()
+    assert not page.locator(BAD).count()
+
+
+def test_maps_follow_the_mouse(page, site):
+    for x, y in ((0.1, 0.2), (0.9, 0.4), (0.53, 0.97)):
+        hover(page, x, y)
+        for variant in range(3):
+            until(lambda v=variant, at=(x, y): shows(page, v, site.shades(*at, v)))
+    assert not np.array_equal(site.shades(0.1, 0.2, 1), site.shades(0.53, 0.97, 1))
+
+
+def test_a_click_holds_the_patch(page, site):
+    hover(page, 0.1, 0.2)
+    page.mouse.down()
+    page.mouse.up()
+    hover(page, 0.9, 0.9)
+    assert page.locator("#pinned").is_visible()
+    until(lambda: shows(page, 1, site.shades(0.1, 0.2, 1)))
+    page.mouse.down()
+    page.mouse.up()
+    until(lambda: shows(page, 1, site.shades(0.9, 0.9, 1)))
+
+
+def test_arrow_keys_move_the_patch(page, site):
+    page.locator("#photo").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Shift+ArrowUp")
+    until(lambda: shows(page, 1, site.shades(9.5 / 16, 4.5 / 16, 1)))
+    assert page.locator("#where").inner_text() == "Patch in row 5 of 16, column 10 of 16."
+
+
+def test_everything_is_reached_by_the_tab_key(page):
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
+    controls = {"model", "photo", "file", "stages", "block", "heads", "variants", "steps", "size"}
+    assert controls <= reached
+
+
+def test_attentions_switch_off_and_on(page, site):
+    page.get_by_label("SOFT", exact=True).first.uncheck(force=True)
+    assert page.locator("#maps canvas").count() == 2
+    until(lambda: shows(page, 0, site.shades(0.5, 0.5, 1)))
+    page.get_by_label("SOFT", exact=True).first.check(force=True)
+    assert page.locator("#maps canvas").count() == 3
+
+
+def test_stages_and_heads_are_chosen(page, site):
+    page.locator("#stages").get_by_label("3").check(force=True)
+    until(lambda: shows(page, 1, site.shades(0.5, 0.5, 1, stage=3)))
+    page.locator("#all-heads").click()
+    assert page.locator("#maps canvas").count() == 3 * 3
+
+
+def test_the_newton_slider_changes_maps_and_residual(page, site):
+    before = page.locator("#residual").inner_text()
+    page.locator("#steps").fill("3")
+    until(lambda: shows(page, 1, site.shades(0.5, 0.5, 1, steps=3)))
+    assert not np.array_equal(site.shades(0.5, 0.5, 1, steps=3), site.shades(0.5, 0.5, 1))
+    after = page.locator("#residual").inner_text()
+    assert after != before and "not converged" in after
+    assert page.locator("#steps-value").inner_text() == "3 (this model: 20)"
+    page.locator("#own-steps").click()
+    until(lambda: shows(page, 1, site.shades(0.5, 0.5, 1)))
+    assert page.locator("#residual").inner_text() == before
+
+
+def test_the_resolution_slider_changes_the_grid(page, site):
+    page.locator("#size").focus()
+    page.keyboard.press("ArrowRight")
+    until(lambda: shows(page, 1, site.shades(0.5, 0.5, 1, size=96)))
+    assert "= 576 tokens" in page.locator("#grid").inner_text()
+
+
+def test_another_model_shows_its_own_attention(page, site):
+    page.locator("#model").select_option("1")
+    until(lambda: page.locator("#maps canvas").count() == 1)
+    until(lambda: shows(page, 0, site.shades(0.5, 0.5, 0, model=1)))
+    assert page.locator("#newton").is_hidden()
+
+
+def test_an_uploaded_photo_is_looked_at(page, site):
+    content = encoded(photo(9))
+    page.locator("#file").set_input_files(
+        {"name": "mine.png", "mimeType": "image/png", "buffer": content}
+    )
+    name = site.explorer.add_photo(content)
+    until(lambda: shows(page, 1, site.shades(0.5, 0.5, 1, photo=name)))
+    assert page.locator(f'#photos [data-photo="{name}"]').get_attribute("aria-pressed") == "true"
+
+
+def test_a_dropped_photo_is_looked_at(page, site):
+    content = encoded(photo(11))
+    page.evaluate(
+        """bytes => {
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([new Uint8Array(bytes)], "dropped.png"));
+            document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true }));
+        }""",
+        list(content),
+    )
+    name = site.explorer.add_photo(content)
+    until(lambda: shows(page, 1, site.shades(0.5, 0.5, 1, photo=name)))
+
+
+def test_a_bad_file_gets_a_message_and_the_page_goes_on(page, site):
+    bad = {"name": "notes.png", "mimeType": "image/png", "buffer": b"not a photo"}
+    page.locator("#file").set_input_files(bad)
+    until(lambda: page.locator(BAD).count() == 1)
+    assert page.locator("#message").inner_text().startswith("notes.png: that file can't be read")
+    hover(page, 0.2, 0.2)
+    until(lambda: shows(page, 1, site.shades(0.2, 0.2, 1)))
+    page.locator('#photos [data-photo="sample-2"]').click()
+    until(lambda: page.locator(BAD).count() == 0)
+
+
+def test_a_large_file_is_refused_before_it_is_sent(page, tmp_path):
+    (tmp_path / "large.png").write_bytes(bytes(26 * 2**20))
+    page.locator("#file").set_input_files(tmp_path / "large.png")
+    until(lambda: page.locator(BAD).count() == 1)
+    assert page.locator("#message").inner_text() == "large.png has 26 MB; the limit is 25 MB."
+
+
+def test_on_a_phone_it_follows_the_finger_and_fits(site, browser):
+    for page in open_page(site, browser, has_touch=True, is_mobile=True):
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        box = page.locator("#photo").bounding_box()
+        page.touchscreen.tap(box["x"] + 0.3 * box["width"], box["y"] + 0.7 * box["height"])
+        until(lambda: shows(page, 1, site.shades(0.3, 0.7, 1)))  # noqa: B023
+        first_map = page.locator("#maps .map").first.bounding_box()
+        assert first_map["y"] + first_map["height"] < 740  # photo and maps are seen together
+
+
+def test_in_the_dark_it_is_dark(site, browser):
+    for page in open_page(site, browser, color_scheme="dark"):
+        ground, ink = page.evaluate(
+            "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+        )
+        assert brightness(ground) < 40 and brightness(ink) > 200
+
+
+def brightness(colour: str) -> float:
+    return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(", "))) / 3
