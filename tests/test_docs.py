@@ -4,7 +4,6 @@ import doctest
 import importlib
 import pkgutil
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -75,7 +74,7 @@ def test_commands_in_the_pages_exist():
     assert commands and set(commands) <= set(softfree_cli.COMMANDS)
     scripts = re.findall(r"python (benchmarks/\S+\.py)", text)
     assert scripts and all((ROOT / script).is_file() for script in scripts)
-    targets = {shlex.split(line)[1] for line in re.findall(r"^ *(make \w+)", text, re.M)}
+    targets = set(re.findall(r"^ *make (\w+)(?: {2,}.*)?$", text, re.M))
     makefile = (ROOT / "Makefile").read_text()
     assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
 
