@@ -28,6 +28,7 @@ CHUNK = 2**22
 # Below this residual a Newton iteration counts as converged (Fig. 5 of the papers).
 CONVERGED = 1e-2
 MOST_STEPS = 60
+Grid = tuple[int, int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +302,7 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
     def recorder(name: str, read: Callable[..., AttentionLayer]) -> Callable[..., None]:
         def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             with torch.autocast(args[0].device.type, enabled=False):
-                layers.append(read(name, module, *args, **kwargs))
+                layers.append(read(name, module, *_self_attention(name, *args, **kwargs)))
 
         return record
 
@@ -337,15 +338,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _read_soft(
+def _self_attention(
     name: str,
-    module: SoftAttention,
     x: Tensor,
-    size: tuple[int, int] | None = None,
+    size: Grid = None,
     mask: Tensor | None = None,
     context: Tensor | None = None,
-) -> SoftLayer:
-    _check_self_attention(name, mask, context)
+) -> tuple[Tensor, Grid]:
+    """Tokens and grid, out of the arguments that an attention layer was called with."""
+    if mask is not None or context is not None:
+        raise ValueError(f"{name}: attention with a mask or to a context can't be captured")
+    return x, size
+
+
+def _read_soft(name: str, module: SoftAttention, x: Tensor, size: Grid) -> SoftLayer:
     q = module.qv(x)[..., : x.shape[2]].unflatten(-1, (module.num_heads, module.head_dim))
     q = q.transpose(1, 2)
     landmarks, present = module.sampler(q, size, None)
@@ -367,36 +373,21 @@ def _read_soft(
     )
 
 
-def _project(
-    name: str, module: MultiHeadAttention, x: Tensor, mask: Tensor | None, context: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _project(module: MultiHeadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys of a rival, (heads, tokens, d) each, in float32."""
-    _check_self_attention(name, mask, context)
     projected = module.qkv(x)[0].unflatten(-1, (3, module.num_heads, module.head_dim))
     q, k, _ = projected.permute(1, 2, 0, 3).float()
     return q, k
 
 
-def _read_softmax(
-    name: str,
-    module: SoftmaxAttention,
-    x: Tensor,
-    size: tuple[int, int] | None = None,
-    mask: Tensor | None = None,
-    context: Tensor | None = None,
-) -> SoftmaxLayer:
-    return SoftmaxLayer(name, "softmax", size, *_project(name, module, x, mask, context))
+def _read_softmax(name: str, module: SoftmaxAttention, x: Tensor, size: Grid) -> SoftmaxLayer:
+    return SoftmaxLayer(name, "softmax", size, *_project(module, x))
 
 
 def _read_nystromformer(
-    name: str,
-    module: NystromformerAttention,
-    x: Tensor,
-    size: tuple[int, int] | None = None,
-    mask: Tensor | None = None,
-    context: Tensor | None = None,
+    name: str, module: NystromformerAttention, x: Tensor, size: Grid
 ) -> FactoredLayer:
-    q, k = _project(name, module, x, mask, context)
+    q, k = _project(module, x)
     landmark_queries, landmark_keys = (module.sampler(t[None], size)[0][0] for t in (q, k))
     inverse = iterative_inverse(
         _softmax_scores(landmark_queries, landmark_keys), module.inverse_steps
@@ -406,15 +397,8 @@ def _read_nystromformer(
     return FactoredLayer(name, "Nyströmformer", size, q, k, left, right)
 
 
-def _read_performer(
-    name: str,
-    module: PerformerAttention,
-    x: Tensor,
-    size: tuple[int, int] | None = None,
-    mask: Tensor | None = None,
-    context: Tensor | None = None,
-) -> FactoredLayer:
-    q, k = _project(name, module, x, mask, context)
+def _read_performer(name: str, module: PerformerAttention, x: Tensor, size: Grid) -> FactoredLayer:
+    q, k = _project(module, x)
     directions = module.features.float().T * module.head_dim**-0.25
     on_queries, on_keys = q @ directions, k @ directions
     if module.kernel == "softmax":
@@ -427,15 +411,8 @@ def _read_performer(
     return FactoredLayer(name, "Performer", size, q, k, left, right)
 
 
-def _read_linformer(
-    name: str,
-    module: LinformerAttention,
-    x: Tensor,
-    size: tuple[int, int] | None = None,
-    mask: Tensor | None = None,
-    context: Tensor | None = None,
-) -> FactoredLayer:
-    q, k = _project(name, module, x, mask, context)
+def _read_linformer(name: str, module: LinformerAttention, x: Tensor, size: Grid) -> FactoredLayer:
+    q, k = _project(module, x)
     prefix = 0 if size is None else x.shape[1] - size[0] * size[1]
     mixtures = module.matrix(x.shape[1] - prefix, size).float()
     mixtures = torch.block_diag(torch.eye(prefix, device=x.device), mixtures)
@@ -447,12 +424,7 @@ def _softmax_scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.softmax(q.shape[-1] ** -0.5 * q @ k.mT, -1)
 
 
-def _check_self_attention(name: str, mask: Tensor | None, context: Tensor | None) -> None:
-    if mask is not None or context is not None:
-        raise ValueError(f"{name}: attention with a mask or to a context can't be captured")
-
-
-# How the factors of each kind of layer are read, called with the layer's own arguments.
+# How the factors of each kind of layer are read.
 READERS: dict[type[nn.Module], Callable[..., AttentionLayer]] = {
     SoftAttention: _read_soft,
     SoftmaxAttention: _read_softmax,

@@ -193,6 +193,7 @@ def draw(path: Path, rows: Sequence[Memory], title: str) -> None:
     """Memory against tokens, a curve an attention."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     picture = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(picture)
@@ -211,6 +212,9 @@ def draw(path: Path, rows: Sequence[Memory], title: str) -> None:
                 *zip(*points, strict=True), line, markersize=4, color=colour, label=LABELS[name]
             )
     axes.set(yscale="log", xlabel="tokens", ylabel="MiB, forward and backward")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
     lengths = sorted({row.tokens for row in rows})
     if len(lengths) <= 8:
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])

@@ -105,38 +105,28 @@ def as_inputs(
 
 
 def draw(curves: dict[int, Tensor], taken: set[int], title: str) -> Any:
-    """Residual against step, a colour a stage."""
-    figure = new_figure(7, 5)
-    axes = figure.add_subplot()
-    for index, (stage, found) in enumerate(curves.items()):
+    """Residual against step, a panel a stage."""
+    figure = new_figure(2.6 * len(curves) + 0.8, 4)
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for index, (axes, (stage, found)) in enumerate(zip(panels, curves.items(), strict=True)):
         values = found.clamp(min=1e-16).numpy()
         steps = np.arange(values.shape[1])
-        axes.plot(steps, values.mean(0), f"C{index}-", label=f"stage {stage}")
+        axes.plot(steps, values.mean(0), f"C{index}-")
         axes.fill_between(
-            steps, values.min(0), values.max(0), color=f"C{index}", alpha=0.15, linewidth=0
+            steps, values.min(0), values.max(0), color=f"C{index}", alpha=0.2, linewidth=0
         )
-    axes.axhline(CONVERGED, color="black", linestyle=":", linewidth=1)
-    axes.annotate(
-        "converged", (1, CONVERGED), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-        xytext=(-4, 2), textcoords="offset points", fontsize=8,
-    )  # fmt: skip
-    for steps_taken in sorted(taken):
-        axes.axvline(steps_taken, color="black", linestyle="--", linewidth=1)
-        axes.annotate(
-            f"the model takes {steps_taken}", (steps_taken, 0), xycoords=("data", "axes fraction"),
-            rotation=90, ha="right", va="bottom", xytext=(-3, 4), textcoords="offset points",
-            fontsize=8,
-        )  # fmt: skip
-    axes.set(
-        yscale="log",
-        ylim=(1e-9, 2),
-        xlim=(0, next(iter(curves.values())).shape[1] - 1),
-        xlabel="Newton steps k",
-        ylabel=r"residual  $\|A Y_k A - A\|_2\ /\ \|A\|_2$",
-    )
-    axes.set_title(f"Convergence of the Newton iteration\n{title}", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(
-        fontsize=8, loc="lower left", title="mean; band:\nleast to greatest", title_fontsize=8
+        axes.axhline(CONVERGED, color="black", linestyle=":", linewidth=1)
+        for steps_taken in sorted(taken):
+            axes.axvline(steps_taken, color="black", linestyle="--", linewidth=1)
+        axes.set(yscale="log", ylim=(1e-9, 2), xlim=(0, steps[-1]), xlabel="Newton steps k")
+        axes.set_title(f"stage {stage}", fontsize=9)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(r"residual  $\|A Y_k A - A\|_2\ /\ \|A\|_2$")
+    figure.suptitle(f"Convergence of the Newton iteration: {title}", fontsize=10)
+    model = ", ".join(map(str, sorted(taken)))
+    figure.supxlabel(
+        "line: mean; band: least to greatest of all images, blocks and heads; "
+        f"dotted: converged; dashed: the steps that the model takes ({model})",
+        fontsize=8,
     )
     return figure

@@ -57,7 +57,7 @@ def resolution(
         for path in checkpoints:
             given = (data_dir, dataset) if data_dir is not None or dataset else trained_on(path)
             data = load_images(given[0], dataset=given[1])
-            network, metadata = load_network(path, "", data.class_names, processes.device)
+            network, metadata = load_network(path, "", data.class_names, processes.device, {})
             title = f"{checkpoint_title(path)} ({metadata['model']})"
             trained[title] = metadata["img_size"]
             curves[title] = [

@@ -44,7 +44,7 @@ def detection(
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         results_file: write the table to this CSV file, with date, device and versions.
     """
-    from softfree.data.detection import collate_detection, load_detection
+    from softfree.data.detection import collate_detection, load_split
     from softfree.training.detection import evaluate_detector, load_detector
 
     check_output("--results-file", results_file)
@@ -52,14 +52,18 @@ def detection(
     with join_processes(device) as processes:
         model, metadata = load_detector(checkpoint, processes.device)
         masks = metadata["detector"] == "mask-rcnn"
-        data = load_detection(
-            data_dir or trained_on(checkpoint), masks=masks, skip_bad=skip_bad_annotations
+        trained_on = data_settings(checkpoint)
+        data = load_split(
+            data_dir or trained_on["data_dir"],
+            "val",
+            masks=masks,
+            skip_bad=skip_bad_annotations or trained_on["skip_bad_annotations"],
         )
         check_classes(checkpoint, metadata["class_names"], data.class_names)
         with evaluation(amp_dtype, processes):
             scores = evaluate_detector(
                 model,
-                batches(data.val, collate_detection, batch_size, workers, processes),
+                batches(data, collate_detection, batch_size, workers, processes),
                 data,
                 masks,
                 processes,
@@ -107,22 +111,24 @@ def segmentation(
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         results_file: write the table to this CSV file, with date, device and versions.
     """
-    from softfree.data.segmentation import EvalTransform, collate_pictures, load_segmentation
+    from softfree.data.segmentation import EvalTransform, collate_pictures, load_split
     from softfree.training.classification import Normalize
     from softfree.training.segmentation import evaluate_segmenter, load_segmenter
 
     check_output("--results-file", results_file)
     with join_processes(device) as processes:
         model, metadata = load_segmenter(checkpoint, processes.device)
-        data = load_segmentation(data_dir or trained_on(checkpoint), check=False)
-        names = data.class_names
+        trained_on = data_settings(checkpoint)
+        data, names = load_split(
+            data_dir or trained_on["data_dir"], "val", ignore_label=trained_on["ignore_label"]
+        )
         check_classes(checkpoint, metadata["class_names"], names)
         side = metadata["short_side"] if short_side is None else short_side
-        data.val.transform = EvalTransform(side or None)
+        data.transform = EvalTransform(side or None)
         with evaluation(amp_dtype, processes):
             scores, of_class = evaluate_segmenter(
                 model,
-                batches(data.val, collate_pictures, 1, workers, processes),
+                batches(data, collate_pictures, 1, workers, processes),
                 Normalize(metadata["mean"], metadata["std"]),
                 len(names),
                 processes,
@@ -170,10 +176,9 @@ def batches(
         yield to_device(batch, processes.device)
 
 
-def trained_on(path: Path) -> str | None:
-    """--data-dir of the run that wrote a checkpoint."""
-    settings = json.loads((checkpoints.locate(path) / checkpoints.SETTINGS).read_text())
-    return settings["data"]["data_dir"]
+def data_settings(path: Path) -> dict[str, Any]:
+    """What the run that wrote a checkpoint was told about its data."""
+    return json.loads((checkpoints.locate(path) / checkpoints.SETTINGS).read_text())["data"]
 
 
 def check_classes(path: Path, known: Sequence[str], given: Sequence[str]) -> None:

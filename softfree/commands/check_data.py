@@ -42,7 +42,6 @@ def check_data(
         from softfree.data.segmentation import load_segmentation
 
         maps = load_segmentation(data_dir, ignore_label=ignore_label)
-        print(f"layout: {maps.layout}")
         for split, pictures in (("train", maps.train), ("val", maps.val)):
             print(f"{split}: {len(pictures):,} pictures with class maps")
         names = maps.class_names

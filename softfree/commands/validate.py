@@ -30,11 +30,13 @@ from softfree.training.classification import (
     evaluate_classifier,
     load_classifier,
     load_pretrained,
+    parse_model_kwargs,
     preparation_of,
 )
 from softfree.training.devices import amp_dtype_for, to_device
 from softfree.training.distributed import Processes, gather, join_processes
-from softfree.training.sampling import EvalSampler
+from softfree.training.sampling import EvalSampler, short_errors
+from softfree.training.settings import WORKERS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,8 +56,9 @@ def classification(
     img_size: tuple[int, ...] = (),
     crop_pct: float | None = None,
     model: str = "",
+    model_kwargs: tuple[str, ...] = (),
     batch_size: int = 128,
-    workers: int = 4,
+    workers: int = WORKERS,
     amp_dtype: Literal["auto", "none", "bfloat16", "float16"] = "auto",
     device: str = "auto",
     strict_data: bool = False,
@@ -70,6 +73,7 @@ def classification(
         img_size: one or several sides of the pictures; otherwise that of the training.
         crop_pct: share of the shorter side that the centre crop takes; otherwise the checkpoint's.
         model: for a weights file: the model it belongs to, e.g. softpp_tiny_release.
+        model_kwargs: arguments of the model other than in training, e.g. landmarks=conv:49.
         batch_size: pictures at a time.
         workers: processes that load pictures.
         amp_dtype: autocast; 'auto': bfloat16 on a GPU, none on a CPU.
@@ -81,11 +85,15 @@ def classification(
     check_positive("--batch-size", batch_size)
     for size in img_size:
         check_positive("--img-size", size)
+    if checkpoint.is_file() and not model:
+        raise ValueError(f"--checkpoint {checkpoint} is a file: give the --model it belongs to")
     if data_dir is None and not dataset:
         data_dir, dataset = trained_on(checkpoint)
     data = load_images(data_dir, dataset=dataset, strict=strict_data)
     with join_processes(device) as processes:
-        network, metadata = load_network(checkpoint, model, data.class_names, processes.device)
+        network, metadata = load_network(
+            checkpoint, model, data.class_names, processes.device, parse_model_kwargs(model_kwargs)
+        )
         if crop_pct is not None:
             metadata = {**metadata, "crop_pct": crop_pct}
         rows = []
@@ -121,11 +129,15 @@ def trained_on(path: Path) -> tuple[str | None, str]:
 
 
 def load_network(
-    path: Path, name: str, class_names: Sequence[str], device: torch.device
+    path: Path,
+    name: str,
+    class_names: Sequence[str],
+    device: torch.device,
+    kwargs: dict[str, Any],
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a checkpoint folder or of a weights file, and how its pictures are prepared."""
     if path.is_dir() or not name:
-        network, metadata = load_classifier(path, device)
+        network, metadata = load_classifier(path, device, kwargs)
         if list(metadata["class_names"]) != list(class_names):
             raise ValueError(
                 f"--checkpoint {path} knows {len(metadata['class_names'])} classes "
@@ -134,7 +146,7 @@ def load_network(
             )
         return network, metadata
     check_model_name(name)
-    network = create_network(name, len(class_names), img_size=224, kwargs={})
+    network = create_network(name, len(class_names), img_size=224, kwargs=kwargs)
     if not load_pretrained(network, path, name):
         raise ValueError(f"--checkpoint {path} has no head for the {len(class_names)} classes here")
     return network.eval().to(device), {"model": name, **preparation_of(network, 224)}
@@ -167,9 +179,10 @@ def score(
     unreadable = []
 
     def batches() -> Any:
-        for batch in loader:
-            unreadable.extend(batch.unreadable)
-            yield to_device(batch, device)
+        with short_errors():
+            for batch in loader:
+                unreadable.extend(batch.unreadable)
+                yield to_device(batch, device)
 
     dtype = amp_dtype_for(amp_dtype, device)
     began = time.perf_counter()

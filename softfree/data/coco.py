@@ -18,6 +18,12 @@ PACKAGES = {
     "faster-coco-eval": ("faster_coco_eval", "faster_coco_eval.core.mask"),
     "pycocotools": ("pycocotools.coco", "pycocotools.mask"),
 }
+# What every entry of a COCO file must have.
+FIELDS = {
+    "images": ("id", "width", "height", "file_name"),
+    "annotations": ("image_id", "category_id"),
+    "categories": ("id", "name"),
+}
 # COCO's own boxes reach past the border by fractions of a pixel.
 BORDER_TOLERANCE = 1.0
 
@@ -46,9 +52,16 @@ def read_annotations(path: Path) -> Annotations:
         content = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no readable json: {error}") from error
-    lacking = [key for key in ("images", "annotations", "categories") if key not in content]
+    lacking = [key for key in FIELDS if key not in content]
     if lacking:
         raise ValueError(f"{path} is no COCO file: it has no {', '.join(map(repr, lacking))}")
+    for section, fields in FIELDS.items():
+        for number, entry in enumerate(content[section], 1):
+            absent = [field for field in fields if field not in entry]
+            if absent:
+                raise ValueError(
+                    f"{path}: entry {number} of {section!r} has no {', '.join(map(repr, absent))}"
+                )
     for annotation in content["annotations"]:
         annotation.setdefault("iscrowd", 0)
         if "area" not in annotation and len(annotation.get("bbox", ())) == 4:
@@ -153,15 +166,17 @@ def shape_annotations(count: int, *, split: str, seed: int = 0, side: int = SIDE
 
 
 def _bad_box(box: Any, image: dict[str, Any]) -> str | None:
-    if len(box) != 4:
+    if len(box) != 4 or not all(isinstance(number, int | float) for number in box):
         return f"box {box} is not [x, y, width, height]"
     left, top, width, height = box
     if not (width > 0 and height > 0):
         return f"box {box} has no area"
-    if (
-        min(left, top) < -BORDER_TOLERANCE
-        or left + width > image["width"] + BORDER_TOLERANCE
-        or top + height > image["height"] + BORDER_TOLERANCE
+    # Asked this way round, so that NaN is outside, too.
+    if not (
+        left >= -BORDER_TOLERANCE
+        and top >= -BORDER_TOLERANCE
+        and left + width <= image["width"] + BORDER_TOLERANCE
+        and top + height <= image["height"] + BORDER_TOLERANCE
     ):
         return f"box {box} lies outside of {image['width']} x {image['height']} pixels"
     return None
@@ -174,6 +189,8 @@ def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
         if any(len(polygon) < 6 or len(polygon) % 2 for polygon in segmentation):
             return "a polygon of fewer than 3 points"
         return None
+    if not {"size", "counts"} <= segmentation.keys():
+        return "a run-length code without 'size' or 'counts'"
     if list(segmentation["size"]) != [image["height"], image["width"]]:
         height, width = segmentation["size"]
         return f"a mask of {width} x {height} for an image of {image['width']} x {image['height']} pixels"

@@ -148,20 +148,10 @@ def load_detection(
         skip_bad: leave out annotations that can't be used, instead of an error.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
-    if data_dir is None:
-        train, val = (
-            CocoDetection(
-                shape_annotations(count, split=split, side=side),
-                _DrawShapes(split, side),
-                masks=masks,
-            )
-            for split, count in zip(("train", "val"), shapes, strict=True)
-        )
-    else:
-        train, val = (
-            read_detection(Path(data_dir), split, masks=masks, skip_bad=skip_bad)
-            for split in ("train", "val")
-        )
+    train, val = (
+        load_split(data_dir, split, masks=masks, skip_bad=skip_bad, shapes=count, side=side)
+        for split, count in zip(("train", "val"), shapes, strict=True)
+    )
     if train.category_ids != val.category_ids or train.class_names != val.class_names:
         raise ValueError(
             f"--data-dir {data_dir}: the categories of train and val differ "
@@ -170,10 +160,20 @@ def load_detection(
     return DetectionData(train, val)
 
 
-def read_detection(
-    root: Path, split: str, *, masks: bool = False, skip_bad: bool = False
+def load_split(
+    data_dir: str | None,
+    split: str,
+    *,
+    masks: bool = False,
+    skip_bad: bool = False,
+    shapes: int = 200,
+    side: int = SIDE,
 ) -> CocoDetection:
-    """One split of a COCO folder, checked: annotations, and that every file is there."""
+    """One split, "train" or "val", checked: annotations, and that every file is there; see load_detection."""
+    if data_dir is None:
+        annotations = shape_annotations(shapes, split=split, side=side)
+        return CocoDetection(annotations, _DrawShapes(split, side), masks=masks)
+    root = Path(data_dir)
     if not root.is_dir():
         raise FileNotFoundError(f"--data-dir {root} is no folder")
     candidates = [root / name.format(split=split) for name in ANNOTATION_FILES]

@@ -5,7 +5,7 @@ nor in the metric.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +116,9 @@ class SegmentationData:
     train: SegmentationDataset
     val: SegmentationDataset
     class_names: tuple[str, ...]
-    layout: str = field(default="shapes")
+
+
+Split = tuple[SegmentationDataset, tuple[str, ...]]
 
 
 def load_segmentation(
@@ -135,31 +137,43 @@ def load_segmentation(
         check: look at every file first: sizes, and class ids beyond the classes.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
+    (train, names), (val, _) = (
+        load_split(data_dir, split, ignore_label=ignore_label, check=check, shapes=count, side=side)
+        for split, count in zip(SPLITS, shapes, strict=True)
+    )
+    return SegmentationData(train, val, names)
+
+
+def load_split(
+    data_dir: str | None,
+    split: str,
+    *,
+    ignore_label: int = IGNORE,
+    check: bool = True,
+    shapes: int = 200,
+    side: int = SIDE,
+) -> Split:
+    """One split, "train" or "val", and the names of the classes; see :func:`load_segmentation`."""
     if data_dir is None:
-        train, val = (
-            ShapeSegmentation(count, split, side)
-            for split, count in zip(("train", "val"), shapes, strict=True)
-        )
-        return SegmentationData(train, val, ("ground", *CLASSES))
+        return ShapeSegmentation(shapes, split, side), ("ground", *CLASSES)
     root = Path(data_dir)
     if not root.is_dir():
         raise FileNotFoundError(f"--data-dir {root} is no folder")
     if (root / "leftImg8bit").is_dir():
-        data = _cityscapes(root)
+        dataset, names = _cityscapes(root, split)
     elif (root / "JPEGImages").is_dir() and (root / "SegmentationClass").is_dir():
-        data = _voc(root)
+        dataset, names = _voc(root, split)
     elif (root / "images").is_dir() and (root / "annotations").is_dir():
-        data = _ade20k(root)
+        dataset, names = _ade20k(root, split)
     elif (root / "images").is_dir() and (root / "masks").is_dir():
-        data = _folders(root, ignore_label)
+        dataset, names = _folders(root, split, ignore_label)
     else:
         raise FileNotFoundError(
             f"--data-dir {root} has none of the layouts that are known:\n{LAYOUTS}"
         )
     if check:
-        for dataset in (data.train, data.val):
-            check_segmentation(dataset, len(data.class_names))
-    return data
+        check_segmentation(dataset, len(names))
+    return dataset, names
 
 
 def check_segmentation(dataset: SegmentationDataset, num_classes: int) -> None:
@@ -267,20 +281,14 @@ def collate_pictures(samples: Iterable[Sample]) -> SegmentationBatch:
     return SegmentationBatch([x for x, _ in readable], [y for _, y in readable], unreadable)
 
 
-def _ade20k(root: Path) -> SegmentationData:
+def _ade20k(root: Path, split: str) -> Split:
     # 0 is "other", which the benchmark ignores; 1 .. 150 are the classes.
     classes = np.full(256, IGNORE, np.uint8)
     classes[1 : ADE20K_CLASSES + 1] = np.arange(ADE20K_CLASSES)
     # Values beyond would be ignored in silence; kept, the check sees them.
     classes[ADE20K_CLASSES + 1 : IGNORE] = np.arange(ADE20K_CLASSES, IGNORE - 1)
-    names = _ade20k_names(root / "objectInfo150.txt")
-    train, val = (
-        SegmentationDataset(
-            _pairs(_split(root / "images", split), _split(root / "annotations", split)), classes
-        )
-        for split in SPLITS
-    )
-    return SegmentationData(train, val, names, "ADE20K")
+    pairs = _pairs(_folder(root / "images", split), _folder(root / "annotations", split))
+    return SegmentationDataset(pairs, classes), _ade20k_names(root / "objectInfo150.txt")
 
 
 def _ade20k_names(path: Path) -> tuple[str, ...]:
@@ -291,55 +299,50 @@ def _ade20k_names(path: Path) -> tuple[str, ...]:
     return tuple(row.split("\t")[-1].split(",")[0].strip() for row in rows)
 
 
-def _cityscapes(root: Path) -> SegmentationData:
+def _cityscapes(root: Path, split: str) -> Split:
     labelled = [c for c in Cityscapes.classes if 0 <= c.train_id < IGNORE]
     names = tuple(c.name for c in sorted(labelled, key=lambda c: c.train_id))
     by_id = np.full(256, IGNORE, np.uint8)
     for label in labelled:
         by_id[label.id] = label.train_id
-    parts = []
-    for split in SPLITS:
-        images = [
-            path for path in image_files(root / "leftImg8bit" / split) if "_leftImg8bit" in path
-        ]
-        if not images:
-            raise FileNotFoundError(f"{root / 'leftImg8bit' / split} has no *_leftImg8bit.png")
-        stems = [
-            str(root / "gtFine" / Path(path).relative_to(root / "leftImg8bit")).rsplit("_", 1)[0]
-            for path in images
-        ]
-        ready = Path(f"{stems[0]}_gtFine_labelTrainIds.png").is_file()
-        suffix = "_gtFine_labelTrainIds.png" if ready else "_gtFine_labelIds.png"
-        masks = [stem + suffix for stem in stems]
-        _check_there(masks)
-        table = np.arange(256, dtype=np.uint8) if ready else by_id
-        parts.append(SegmentationDataset(list(zip(images, masks, strict=True)), table))
-    return SegmentationData(parts[0], parts[1], names, "Cityscapes")
+    folder = root / "leftImg8bit" / split
+    images = [path for path in image_files(folder) if "_leftImg8bit" in path]
+    if not images:
+        raise FileNotFoundError(f"{folder} has no *_leftImg8bit.png")
+    stems = [
+        str(root / "gtFine" / Path(path).relative_to(root / "leftImg8bit")).rsplit("_", 1)[0]
+        for path in images
+    ]
+    ready = Path(f"{stems[0]}_gtFine_labelTrainIds.png").is_file()
+    suffix = "_gtFine_labelTrainIds.png" if ready else "_gtFine_labelIds.png"
+    masks = [stem + suffix for stem in stems]
+    _check_there(masks)
+    table = np.arange(256, dtype=np.uint8) if ready else by_id
+    return SegmentationDataset(list(zip(images, masks, strict=True)), table), names
 
 
-def _voc(root: Path) -> SegmentationData:
+def _voc(root: Path, split: str) -> Split:
     pictures = {Path(path).stem: path for path in image_files(root / "JPEGImages")}
-    parts = []
-    for split in SPLITS:
-        lists = [
-            root / "ImageSets" / "Segmentation" / f"{split}.txt",
-            root / "ImageSets" / f"{split}.txt",
-        ]
-        path = next((path for path in lists if path.is_file()), None)
-        if path is None:
-            raise FileNotFoundError(f"there is neither {lists[0]} nor {lists[1]}")
-        names = path.read_text().split()
-        masks = [str(root / "SegmentationClass" / f"{name}.png") for name in names]
-        missing = [name for name in names if name not in pictures]
-        if missing:
-            raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, named in {path}")
-        _check_there(masks)
-        pairs = [(pictures[name], mask) for name, mask in zip(names, masks, strict=True)]
-        parts.append(SegmentationDataset(pairs, np.arange(256, dtype=np.uint8)))
-    return SegmentationData(parts[0], parts[1], VOC_CLASSES, "VOC")
+    lists = [
+        root / "ImageSets" / "Segmentation" / f"{split}.txt",
+        root / "ImageSets" / f"{split}.txt",
+    ]
+    path = next((path for path in lists if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"there is neither {lists[0]} nor {lists[1]}")
+    names = path.read_text().split()
+    if not names:
+        raise ValueError(f"{path} names no pictures")
+    masks = [str(root / "SegmentationClass" / f"{name}.png") for name in names]
+    missing = [name for name in names if name not in pictures]
+    if missing:
+        raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, named in {path}")
+    _check_there(masks)
+    pairs = [(pictures[name], mask) for name, mask in zip(names, masks, strict=True)]
+    return SegmentationDataset(pairs, np.arange(256, dtype=np.uint8)), VOC_CLASSES
 
 
-def _folders(root: Path, ignore_label: int) -> SegmentationData:
+def _folders(root: Path, split: str, ignore_label: int) -> Split:
     if not 0 <= ignore_label <= 255:
         raise ValueError(f"--ignore-label must be from 0 to 255, got {ignore_label}")
     names_file = root / "classes.txt"
@@ -348,16 +351,11 @@ def _folders(root: Path, ignore_label: int) -> SegmentationData:
     names = tuple(line.strip() for line in names_file.read_text().splitlines() if line.strip())
     classes = np.arange(256, dtype=np.uint8)
     classes[ignore_label] = IGNORE
-    train, val = (
-        SegmentationDataset(
-            _pairs(_split(root / "images", split), _split(root / "masks", split)), classes
-        )
-        for split in SPLITS
-    )
-    return SegmentationData(train, val, names, "folders")
+    pairs = _pairs(_folder(root / "images", split), _folder(root / "masks", split))
+    return SegmentationDataset(pairs, classes), names
 
 
-def _split(folder: Path, split: str) -> Path:
+def _folder(folder: Path, split: str) -> Path:
     for name in SPLITS[split]:
         if (folder / name).is_dir():
             return folder / name

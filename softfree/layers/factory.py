@@ -44,7 +44,8 @@ def create_attention(
         num_heads: heads.
         sequence: tokens are a sequence, not an image.
         options: e.g. ``landmarks``, ``stride``, ``value_conv`` (SOFT, Nyströmformer), ``grid``, ``slots``
-            (Linformer), ``features``, ``kernel`` (Performer), ``rounds``, ``buckets``, ``chunk`` (Reformer).
+            (Linformer), ``features``, ``kernel``, ``redraw`` (Performer), ``rounds``, ``buckets``, ``chunk``
+            (Reformer).
 
     Example:
         >>> import torch

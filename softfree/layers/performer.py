@@ -26,6 +26,9 @@ RELU_OFFSET = 1e-3
 class PerformerAttention(MultiHeadAttention):
     """Attention by random features, the same for all heads. They are saved with the layer's state.
 
+    Published comparisons keep them as they were drawn, and so does this layer unless told to ``redraw``:
+    then every training step has features of its own, and evaluation the saved ones.
+
     Features are computed in float32 (float64 for float64). Those of the softmax kernel are never formed:
     with :math:`s_f = \\log \\sum_j \\phi_f(k_j)`, the result is the product of two softmaxes, which neither
     overflow nor vanish: ``softmax_f(q . w_f + s_f) @ (softmax_j(w_f . k_j - |k_j|^2 / 2) @ V)``.
@@ -34,13 +37,13 @@ class PerformerAttention(MultiHeadAttention):
         dim, num_heads, qkv_bias: as in :class:`softfree.layers.multihead.MultiHeadAttention`.
         features: how many; None: ``d log d`` for heads of d channels, rounded up to a multiple of 8.
         kernel: ``"softmax"`` or ``"relu"``.
+        redraw: draw new features at every training step.
 
     Example:
         >>> import torch
         >>> layer = PerformerAttention(dim=64, num_heads=2, kernel="relu")
         >>> layer(torch.randn(1, 100, 64)).shape
         torch.Size([1, 100, 64])
-        >>> layer.redraw()  # new features, as one does now and then in training
     """
 
     features: Tensor
@@ -52,6 +55,7 @@ class PerformerAttention(MultiHeadAttention):
         *,
         features: int | None = None,
         kernel: str = "softmax",
+        redraw: bool = False,
         qkv_bias: bool = True,
     ):
         super().__init__(dim, num_heads, qkv_bias=qkv_bias)
@@ -64,22 +68,21 @@ class PerformerAttention(MultiHeadAttention):
         if features < 1:
             raise ValueError(f"features must be >= 1, got {features}")
         self.kernel = kernel
+        self.redraw = redraw
         self.register_buffer("features", orthogonal_gaussian(features, self.head_dim))
 
     def extra_repr(self) -> str:
         count = self.features.shape[0]
         return f"heads={self.num_heads}, features={count}, kernel={self.kernel}"
 
-    @torch.no_grad()
-    def redraw(self) -> None:
-        """Draw new features, from the generator of the device the layer is on."""
-        count, channels = self.features.shape
-        self.features.copy_(orthogonal_gaussian(count, channels, self.features.device))
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, size: Size, mask: Tensor | None) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             dtype = compute_dtype(q.dtype)
-            directions = self.features.to(dtype).T * self.head_dim**-0.25
+            features = self.features
+            if self.redraw and self.training:
+                # Nothing is kept from step to step, so resumed and distributed runs need no care.
+                features = orthogonal_gaussian(len(features), self.head_dim, features.device)
+            directions = features.to(dtype).T * self.head_dim**-0.25
             k = k.to(dtype)
             on_queries, on_keys = q.to(dtype) @ directions, k @ directions
             present = None if mask is None else mask[:, None, :, None]
@@ -89,17 +92,16 @@ class PerformerAttention(MultiHeadAttention):
                 if present is not None:
                     on_keys = on_keys.masked_fill(~present, -torch.inf)
                 totals = on_keys.logsumexp(-2, keepdim=True)
-                key_weights = (on_keys - totals).exp()
-                query_weights = (on_queries + totals).softmax(-1)
-            else:
-                on_keys, on_queries = (t.relu() + RELU_OFFSET for t in (on_keys, on_queries))
-                if present is not None:
-                    on_keys = torch.where(present, on_keys, 0)
-                totals = on_keys.sum(-2, keepdim=True)
-                key_weights = on_keys / totals
-                query_weights = on_queries * totals
-                query_weights = query_weights / query_weights.sum(-1, keepdim=True)
-            return query_weights.to(v.dtype) @ (key_weights.to(v.dtype).mT @ v)
+                key_weights = (on_keys - totals).exp().to(v.dtype)
+                query_weights = (on_queries + totals).softmax(-1).to(v.dtype)
+                return query_weights @ (key_weights.mT @ v)
+            phi_k, phi_q = (t.relu() + RELU_OFFSET for t in (on_keys, on_queries))
+            if present is not None:
+                phi_k = torch.where(present, phi_k, 0)
+            # Means instead of sums, so that half precision does not overflow; their ratio is the same.
+            totals = phi_k.mean(-2)[..., None].to(v.dtype)
+            phi_k, phi_q = phi_k.to(v.dtype), phi_q.to(v.dtype)
+            return phi_q @ (phi_k.mT @ (v / v.shape[-2])) / (phi_q @ totals)
 
 
 def orthogonal_gaussian(rows: int, columns: int, device: torch.device | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from softfree.models.features import (
     pretrained_arguments,
     set_grad_checkpointing,
 )
+from softfree.ops.exportable import exporting
 
 STRIDE = 4
 AUXILIARY_STRIDE = 16
@@ -157,4 +158,10 @@ def _starts(length: int, window: int, step: int) -> list[int]:
 
 def _crop(logits: Tensor, height: int, width: int, stride: int) -> Tensor:
     """The part of padded logits that covers the image."""
-    return logits[..., : -(-height // stride), : -(-width // stride)]
+    rows, columns = -(-height // stride), -(-width // stride)
+    if exporting():
+        # Whether a slice leaves anything out would become a constant of the program.
+        for dim, count in ((2, rows), (3, columns)):
+            logits = logits.index_select(dim, torch.arange(count, device=logits.device))
+        return logits
+    return logits[..., :rows, :columns]

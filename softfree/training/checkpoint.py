@@ -198,7 +198,7 @@ def _safetensors(tensors: dict[str, Tensor]) -> bytes:
 
 
 def _damaged(file: Path, error: Exception) -> str:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
+    reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
     return (
         f"{file} is unreadable, perhaps cut off ({reason}); use another checkpoint, or train anew "
         "into another --output"

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 
 import softfree
-from softfree.data.images import Batch, ImageData, collate_images, load_images
+from softfree.data.images import Batch, ImageData, Unreadable, collate_images, load_images
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
@@ -57,10 +57,12 @@ class ModelSettings:
     """any model that timm knows; `softfree models` lists ours"""
     img_size: int = 224
     """side of the pictures, and of the positions the model learns"""
+    attention: str = ""
+    """attention in our backbones: soft, softpp, softmax, linformer, performer or nystromformer; '': their own"""
     model_kwargs: tuple[str, ...] = ()
     """further arguments of the model: embed_dims=32,64,96,128 landmarks=conv:49"""
     drop_path: float = 0.0
-    """chance to leave out a block (stochastic depth), rising to this at the last block"""
+    """chance to leave out a block (stochastic depth), rising to this at the last block; 0: the model's own"""
     pretrained_checkpoint: str = ""
     """weights to start from: a checkpoint folder, a .safetensors or a .pth file (timm's or the authors')"""
     freeze: tuple[str, ...] = ()
@@ -195,8 +197,9 @@ class Classification(Task):
                 label_smoothing=augment.smoothing,
                 num_classes=len(data.class_names),
             )
-        self.erase = RandomErasing(augment.reprob, mode="pixel") if augment.reprob else None
         self.model_kwargs = parse_model_kwargs(model.model_kwargs)
+        if model.attention:
+            self.model_kwargs["attention"] = model.attention
         network = create_network(
             model.model, len(data.class_names), model.img_size, self.model_kwargs, meta=True
         )
@@ -224,7 +227,8 @@ class Classification(Task):
             given.model,
             len(self.class_names),
             given.img_size,
-            {**self.model_kwargs, "drop_path_rate": given.drop_path},
+            # Not every model of timm's has the argument.
+            self.model_kwargs | ({"drop_path_rate": given.drop_path} if given.drop_path else {}),
         )
         if given.pretrained_checkpoint:
             load_pretrained(model, Path(given.pretrained_checkpoint), given.model)
@@ -232,7 +236,15 @@ class Classification(Task):
         return model
 
     def collate(self, samples: list[Any]) -> Batch:
-        return collate_images(samples, refill=True)
+        batch = collate_images(samples, refill=True)
+        if len(batch.labels):
+            return batch
+        # Small batches may have bad files alone: the first picture that can be read steps in.
+        items = (self.train_data[index] for index in range(len(self.train_data)))
+        readable = next((item for item in items if not isinstance(item, Unreadable)), None)
+        if readable is None:
+            return batch
+        return collate_images([readable] * len(samples))._replace(unreadable=batch.unreadable)
 
     def collate_eval(self, samples: list[Any]) -> Batch:
         return collate_images(samples)
@@ -241,14 +253,13 @@ class Classification(Task):
         if not len(batch.labels):
             first = batch.unreadable[0]
             raise ValueError(
-                f"none of the {len(batch.unreadable)} pictures of a batch can be read, "
-                f"e.g. {first.path}: {first.reason}"
+                f"none of the training pictures can be read, e.g. {first.path}: {first.reason}"
             )
         images, labels = self.normalize(batch.images), batch.labels
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)
-        if self.erase is not None:
-            images = self.erase(images)
+        if reprob := self.settings.augment.reprob:
+            images = RandomErasing(reprob, mode="pixel", device=str(images.device))(images)
         # Mixed labels are probabilities, smoothed already.
         smoothing = 0.0 if labels.is_floating_point() else self.settings.augment.smoothing
         return F.cross_entropy(model(images), labels, label_smoothing=smoothing), {}
@@ -326,7 +337,7 @@ def evaluate_classifier(
         logits = model(normalize(batch.images)).float()
         hits = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
         loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-        sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), loss.new_tensor(len(hits))])
+        sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), torch.full_like(loss, len(hits))])
     loss_sum, first, five, count = distributed.total(sums, processes).tolist()
     if not count:
         raise ValueError("none of the validation pictures can be read")
@@ -339,9 +350,14 @@ def evaluate_classifier(
 
 
 def load_classifier(
-    path: str | Path, device: torch.device | str = "cpu"
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    changes: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a checkpoint folder, ready to use, and its metadata.
+
+    ``changes`` are arguments of the model other than in training, such as ``{"landmarks": "conv:49"}``; the
+    weights must fit all the same.
 
     Metadata has "class_names", and "img_size", "crop_pct", "interpolation", "mean" and "std" for
     :func:`eval_transform` and :class:`Normalize`.
@@ -355,7 +371,7 @@ def load_classifier(
         metadata["model"],
         len(metadata["class_names"]),
         metadata["img_size"],
-        metadata["model_kwargs"],
+        {**metadata["model_kwargs"], **(changes or {})},
     )
     checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), metadata["model"])
     model.load_state_dict(saved.weights)

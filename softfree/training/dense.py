@@ -1,15 +1,18 @@
-"""What detection and segmentation share: settings of data and backbone, and parameter groups."""
+"""What detection and segmentation share: settings of the backbone, length of a run, parameter groups, loading."""
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from softfree.models.features import FIXED_LANDMARKS
-from softfree.training.classification import parse_model_kwargs
+from softfree.training import checkpoint
+from softfree.training.classification import check_model_name, parse_model_kwargs
 from softfree.training.settings import OptimSettings
 
 
@@ -33,6 +36,25 @@ class BackboneSettings:
         return {"landmarks": self.landmarks, **parse_model_kwargs(self.model_kwargs)}
 
 
+def given_length(argv: Sequence[str]) -> tuple[int, int]:
+    """--steps and --epochs, 0 where not given: recipes shorten warm-up and drops with the run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--steps", "--epochs"):
+        # What is no number is refused later, where every flag is read.
+        parser.add_argument(flag, type=lambda x: int(x) if x.isdecimal() else 0, default=0)
+    given = parser.parse_known_args(list(argv))[0]
+    return given.steps, given.epochs
+
+
+def run_length(argv: Sequence[str], usual: int, warmup: int) -> dict[str, int]:
+    """Steps and warm-up of a run that usually takes ``usual`` steps; none of these with --epochs alone."""
+    steps, epochs = given_length(argv)
+    if not steps and epochs:
+        return dict(steps=0, warmup_steps=0)
+    steps = steps or usual
+    return dict(steps=steps, warmup_steps=min(warmup, steps // 10))
+
+
 def small_backbone(argv: Sequence[str]) -> tuple[str, ...]:
     """``model_kwargs`` for training on a CPU: few channels, if the model asked for is one of our pyramids."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -43,6 +65,33 @@ def small_backbone(argv: Sequence[str]) -> tuple[str, ...]:
     return (
         "embed_dims=32,64,128,192", "num_heads=2,4,8,12", "depths=1,1,2,1", "img_size=96",
     )  # fmt: skip
+
+
+def check_readable(batch: Any) -> None:
+    """Refuse a batch of which no picture can be read."""
+    if not len(batch.images):
+        first = batch.unreadable[0]
+        raise ValueError(
+            f"none of the {len(batch.unreadable)} pictures of a batch can be read, "
+            f"e.g. {first.path}: {first.reason}"
+        )
+
+
+def load_dense(
+    path: str | Path,
+    task: str,
+    build: Callable[[dict[str, Any]], nn.Module],
+    device: torch.device | str,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a task's checkpoint folder, ready to use, and its metadata, from which ``build`` makes it."""
+    saved = checkpoint.read_checkpoint(path)
+    if saved.metadata.get("task") != task:
+        raise ValueError(f"{path} is a checkpoint of {saved.metadata.get('task')}, not of {task}")
+    check_model_name(saved.metadata["model"])
+    model = build(saved.metadata)
+    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])
+    model.load_state_dict(saved.weights)
+    return model.eval().to(device), saved.metadata
 
 
 def dense_parameter_groups(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import softfree
 from softfree.data.detection import (
+    CocoDetection,
     DetectionBatch,
     DetectionData,
     aspect_ratio_order,
@@ -23,10 +24,17 @@ from softfree.data.detection import (
     train_transform,
 )
 from softfree.models.detection import mask_rcnn, retinanet
-from softfree.training import checkpoint
 from softfree.training.classification import check_model_name
 from softfree.training.coco_metrics import CocoMetrics
-from softfree.training.dense import BackboneSettings, dense_parameter_groups, small_backbone
+from softfree.training.dense import (
+    BackboneSettings,
+    check_readable,
+    dense_parameter_groups,
+    given_length,
+    load_dense,
+    run_length,
+    small_backbone,
+)
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task, train
 from softfree.training.settings import (
@@ -99,18 +107,15 @@ def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
         lr=1e-4,
         weight_decay=0.01,
         sched="multistep",
-        warmup_steps=500,
         warmup_lr=1e-7,
         clip_grad=35.0,
     )
     if name == "1x":
-        chosen: dict[str, dict[str, Any]] = {
-            "optim": dict(common, epochs=12, decay_milestones=(8, 11))
-        }
+        chosen: dict[str, dict[str, Any]] = {"optim": dict(common, **_length(argv, 12, (8, 11)))}
     elif name == "3x":
         chosen = {
             "data": dict(short_sides=tuple(range(480, 801, 32))),
-            "optim": dict(common, epochs=36, decay_milestones=(27, 33)),
+            "optim": dict(common, **_length(argv, 36, (27, 33))),
         }
     else:
         chosen = {
@@ -118,13 +123,29 @@ def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
             "detector": dict(width=64, head_norm=True, proposals=64, anchor_size=20),
             "backbone": dict(model_kwargs=small_backbone(argv)),
             "optim": dict(
-                steps=1200, lr=2e-3, min_lr=1e-5, warmup_steps=100, weight_decay=0.05, clip_grad=1.0
+                run_length(argv, 1200, warmup=100),
+                lr=2e-3,
+                min_lr=1e-5,
+                weight_decay=0.05,
+                clip_grad=1.0,
             ),
             "run": dict(workers=0, eval_every=600),
         }
     if "--batch-size" not in given:
         chosen["optim"]["batch_size"] = share_batch(8 if name == "shapes" else 16)
     return {**chosen, "recipe": name}  # type: ignore[dict-item]
+
+
+def _length(argv: Sequence[str], epochs: int, drops: tuple[int, ...]) -> dict[str, Any]:
+    """Epochs or --steps, warm-up and drops; those come sooner in a run that a flag makes shorter."""
+    steps, wanted = given_length(argv)
+    length = steps or wanted or epochs
+    return dict(
+        epochs=wanted or epochs,
+        steps=steps,
+        warmup_steps=min(500, steps // 10) if steps else 500,
+        decay_milestones=tuple(round(drop * length / epochs) for drop in drops),
+    )
 
 
 def train_detection(settings: DetectionSettings) -> Outcome:
@@ -203,30 +224,25 @@ class Detection(Task):
     def train_step(
         self, model: nn.Module, batch: DetectionBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if not batch.images:
-            first = batch.unreadable[0]
-            raise ValueError(
-                f"none of the {len(batch.unreadable)} pictures of a batch can be read, "
-                f"e.g. {first.path}: {first.reason}"
-            )
+        check_readable(batch)
         losses = model(to_unit_range(batch.images), batch.targets)
         return sum(losses.values(), torch.zeros(())), losses
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[DetectionBatch], processes: Processes
     ) -> dict[str, float]:
-        return evaluate_detector(model, batches, self.data, self.masks, processes)
+        return evaluate_detector(model, batches, self.data.val, self.masks, processes)
 
 
 def evaluate_detector(
     model: nn.Module,
     batches: Iterable[DetectionBatch],
-    data: DetectionData,
+    data: CocoDetection,
     masks: bool,
     processes: Processes,
 ) -> dict[str, float]:
     """COCO's figures in percent over the batches of all processes, each picture counted once."""
-    metrics = CocoMetrics(data.val.annotations, data.val.category_ids, masks=masks)
+    metrics = CocoMetrics(data.annotations, data.category_ids, masks=masks)
     for batch in batches:
         if batch.images:
             detections = model(to_unit_range(batch.images))
@@ -256,13 +272,4 @@ def load_detector(
     path: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a checkpoint folder, ready to use, and its metadata; see :func:`to_unit_range`."""
-    saved = checkpoint.read_checkpoint(path)
-    if saved.metadata.get("task") != Detection.name:
-        raise ValueError(
-            f"{path} is a checkpoint of {saved.metadata.get('task')}, not of detection"
-        )
-    check_model_name(saved.metadata["model"])
-    model = build_detector(saved.metadata)
-    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])
-    model.load_state_dict(saved.weights)
-    return model.eval().to(device), saved.metadata
+    return load_dense(path, Detection.name, build_detector, device)

@@ -24,17 +24,19 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+BEGUN = "softfree_begun"
 # Names that timm's models, and ours, give to lists of layers.
 LAYER_LISTS = ("blocks", "layers")
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """This process among all: its number, their count, its device."""
+    """This process among all: its number, their count, its device, and what torchrun keeps for them."""
 
     rank: int
     count: int
     device: torch.device
+    store: dist.Store | None = None
 
     @property
     def main(self) -> bool:
@@ -66,16 +68,25 @@ def join_processes(device: str = "auto") -> Iterator[Processes]:
         backend, store=dist.PrefixStore(f"life{life}", store), rank=rank, world_size=count
     )
     try:
-        yield Processes(rank, count, place)
+        yield Processes(rank, count, place, store)
         # Together: a process that leaves early takes its connections with it.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def restarted() -> bool:
-    """Whether torchrun started this process again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+def note_begun(processes: Processes) -> None:
+    """Leave word, for processes that torchrun starts again, that the run had begun."""
+    if processes.store is not None:
+        processes.store.set(BEGUN, "yes")
+
+
+def restarted(processes: Processes) -> bool:
+    """Whether torchrun started this process again after a run that had begun.
+
+    A process that refused its arguments is started again, too: its second life must refuse them as well.
+    """
+    return processes.store is not None and processes.store.check([BEGUN])
 
 
 def shard(model: nn.Module) -> None:
@@ -175,6 +186,8 @@ class Agreement:
 # Whole tensors under the plain model's names: the same file serves one process, DDP and FSDP2.
 _WHOLE = StateDictOptions(full_state_dict=True)
 _WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# Parameters that no step has used yet have no state.
+_WHOLE_IF_THERE = StateDictOptions(full_state_dict=True, strict=False)
 
 
 def get_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -196,4 +209,8 @@ def set_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """Take over what :func:`get_optimizer_state` gave."""
-    set_optimizer_state_dict(model, optimizer, state, options=_WHOLE)
+    set_optimizer_state_dict(model, optimizer, state, options=_WHOLE_IF_THERE)
+    for name, parameter in model.named_parameters():
+        if name not in state["state"]:
+            # torch gave it one, a step old.
+            optimizer.state.pop(parameter, None)

@@ -9,11 +9,12 @@ Everything random in a step is seeded by (seed, step), and the order of the data
 a checkpoint needs no state of any generator: a run that goes on from one does what it would have done.
 """
 
+import contextlib
 import copy
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,16 +25,23 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from softfree.training import checkpoint, distributed
-from softfree.training.devices import AMP_DTYPES, amp_dtype_for, to_device
+from softfree.training.devices import amp_dtype_for, to_device
 from softfree.training.distributed import Agreement, Processes
 from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
 from softfree.training.logs import EVAL_CSV, TRAIN_CSV, RunLog, Timer, peak_memory_gib
-from softfree.training.sampling import Augmented, EvalSampler, StepSampler, seed_all, shuffle
+from softfree.training.sampling import (
+    Augmented,
+    EvalSampler,
+    StepSampler,
+    seed_all,
+    short_errors,
+    shuffle,
+)
 from softfree.training.schedule import Schedule
 from softfree.training.settings import Interval, OptimSettings, RunSettings, check_settings
 from softfree.training.signals import StopRequest, ignore_signals
 
-__all__ = ["AMP_DTYPES", "Outcome", "Position", "Task", "to_device", "train"]
+__all__ = ["Outcome", "Position", "Task", "to_device", "train"]
 
 
 class MapData(Protocol):
@@ -188,6 +196,7 @@ class _Training:
         self.saved_at, self.saved_step = time.monotonic(), -1
         if resume_from is not None:
             self._resume(resume_from)
+        distributed.note_begun(processes)
         self.log = RunLog(run.output, self.position.step, self.schedule.total, processes.main)
         self.unreadable: dict[str, str] = {}
 
@@ -196,17 +205,24 @@ class _Training:
     def _find_resume(self) -> Path | None:
         """The checkpoint to go on from. Files of an earlier run are not overwritten by mistake."""
         if self.processes.main:
-            self.run.output.mkdir(parents=True, exist_ok=True)
-            checkpoint.recover(self.last)
-            checkpoint.recover(self.best)
+            try:
+                self.run.output.mkdir(parents=True, exist_ok=True)
+                checkpoint.recover(self.last)
+                checkpoint.recover(self.best)
+            except OSError as error:
+                raise ValueError(
+                    f"--output {self.run.output} can't be written: {error.strerror}; give a folder of yours"
+                ) from error
         # The others look only after the main process has cleared up.
         distributed.gather([], self.processes)
-        if self.run.resume not in ("", "auto"):
-            return checkpoint.locate(Path(self.run.resume))
-        if not self.last.exists():
-            return None
-        if self.run.resume == "auto" or distributed.restarted():
+        begun = self.last.exists()
+        if begun and (self.run.resume == "auto" or distributed.restarted(self.processes)):
             return self.last
+        given = None
+        if self.run.resume not in ("", "auto"):
+            given = checkpoint.locate(Path(self.run.resume))
+        if not begun or (given is not None and given.resolve() == self.last.resolve()):
+            return given
         raise ValueError(
             f"--output {self.run.output} already has a run; go on with --resume auto, or give another "
             "--output"
@@ -266,7 +282,10 @@ class _Training:
                     "--batch-size, --grad-accum-steps and processes"
                 )
         distributed.set_weights(self.plain, weights)
-        distributed.set_optimizer_state(self.plain, self.optimizer.optimizer, state["optimizer"])
+        if state["optimizer"]:
+            distributed.set_optimizer_state(
+                self.plain, self.optimizer.optimizer, state["optimizer"]
+            )
         if self.optimizer.scaler.is_enabled() and state["scaler"]:
             self.optimizer.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
@@ -297,10 +316,9 @@ class _Training:
         position, total = self.position, self.schedule.total
         agreement = Agreement(self.processes)
         scores: dict[str, float] = {}
-        with self.log as log:
+        with self.log as log, contextlib.closing(self._training_batches()) as batches:
             self._open_logs()
-            batches = self._training_batches()
-            timer = Timer()
+            timer = Timer(self.device)
             while True:
                 # Any process may be asked to stop, and clocks differ: all act on what they agree on.
                 stopped, save_now = agreement.exchange(
@@ -343,7 +361,7 @@ class _Training:
             self.ema.update(self.plain, step=position.step)
         return batch
 
-    def _training_batches(self) -> Iterator[Any]:
+    def _training_batches(self) -> Generator[Any]:
         self.sampler.start, self.sampler.stop = self.position.step, self.schedule.total
         loader = self._loader(
             Augmented(self.task.train_data, self.run.seed),
@@ -364,11 +382,18 @@ class _Training:
             prefetch_factor=4 if workers else None,
         )
 
-    def _on_device(self, loader: Iterable[Any]) -> Iterator[Any]:
-        for batch in loader:
-            for file in getattr(batch, "unreadable", ()):
-                self._note_unreadable(file.path, file.reason)
-            yield to_device(batch, self.device, self.run.channels_last)
+    def _on_device(self, loader: DataLoader) -> Generator[Any]:
+        iterator = iter(loader)
+        try:
+            with short_errors():
+                for batch in iterator:
+                    for file in getattr(batch, "unreadable", ()):
+                        self._note_unreadable(file.path, file.reason)
+                    yield to_device(batch, self.device, self.run.channels_last)
+        finally:
+            # An error's traceback keeps the iterator alive, and so its processes, which ignore signals.
+            if self.run.workers:
+                iterator._shutdown_workers()  # type: ignore[attr-defined]
 
     def _note_unreadable(self, path: str, reason: str) -> None:
         if path not in self.unreadable:
@@ -507,7 +532,9 @@ class _Training:
         if with_state:
             state = {
                 "position": dataclasses.asdict(self.position),
-                "optimizer": distributed.get_optimizer_state(self.plain, self.optimizer.optimizer),
+                # Before the first step there is none. Asking for it would make one, a step old.
+                "optimizer": self.position.step
+                and distributed.get_optimizer_state(self.plain, self.optimizer.optimizer),
                 "scaler": self.optimizer.scaler.state_dict(),
             }
         if self.processes.main:

@@ -129,7 +129,9 @@ def find_nonfinite(
         module.register_forward_hook(look(name)) for name, module in model.named_modules() if name
     ]
     try:
-        loss = loss_of_last_batch()
+        # Compiled code would run without the hooks.
+        with torch.compiler.set_stance("force_eager"):
+            loss = loss_of_last_batch()
     finally:
         for handle in handles:
             handle.remove()

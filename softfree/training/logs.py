@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from softfree.training.checkpoint import write_durably
 
@@ -33,11 +33,13 @@ class RunLog:
     def __init__(self, output: Path, start: int, total: int, active: bool):
         self.output = output
         self.active = active
-        self.console = Console(highlight=False, quiet=not active, soft_wrap=True)
+        self.console = Console(highlight=False, quiet=not active)
+        # Lines of a file are for programs, too: they stay whole.
+        self.console.soft_wrap = not self.console.is_terminal
         self.progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
+            BarColumn(bar_width=25),
+            MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
             console=self.console,
@@ -136,12 +138,16 @@ class RunLog:
 class Timer:
     """Samples a second, evaluation and saving not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.samples = 0
         self.began = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
+        if self.device.type == "cuda":
+            # The steps still under way are no part of the pause.
+            torch.cuda.synchronize(self.device)
         paused_at = time.perf_counter()
         yield
         self.began += time.perf_counter() - paused_at

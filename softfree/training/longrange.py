@@ -127,8 +127,11 @@ def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
     parser.add_argument("--task", default=name or LongRangeDataSettings.task)
     parser.add_argument("--steps", default="")
     parser.add_argument("--batch-size", default="")
+    parser.add_argument("--epochs", default=None)
     given, _ = parser.parse_known_args(argv)
     check_task(given.task)
+    if given.epochs is not None:
+        raise ValueError(f"--epochs {given.epochs}: these runs are counted in --steps")
     preset = PRESETS[given.task]
     steps = int(given.steps) if given.steps.isdecimal() and int(given.steps) else preset.steps
     batch_size = preset.batch_size if given.batch_size else share_batch(preset.batch_size)

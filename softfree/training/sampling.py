@@ -4,21 +4,23 @@ A key is (epoch, index). The epoch travels with the index to the loading process
 into the next epoch, and a sample's augmentation depends on (seed, epoch, index) alone.
 """
 
-import random
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from softfree.data.images import seeded
+from softfree.data.images import seed_generators
 
 Key = tuple[int, int]
 
 
 class Augmented(Dataset):
-    """A data set whose items are asked for by key; random transforms are seeded by it."""
+    """A data set whose items are asked for by key; random transforms are seeded by it.
+
+    The generators are not put back: the engine seeds them again before it draws anything.
+    """
 
     def __init__(self, dataset: Any, seed: int):
         self.dataset = dataset
@@ -29,8 +31,8 @@ class Augmented(Dataset):
 
     def __getitem__(self, key: Key) -> Any:
         epoch, index = key
-        with seeded(self.seed, epoch, index):
-            return self.dataset[index]
+        seed_generators(self.seed, epoch, index)
+        return self.dataset[index]
 
 
 class StepSampler(Sampler[list[Key]]):
@@ -110,13 +112,20 @@ class EvalSampler(Sampler[list[int]]):
             yield list(self.indices[begin : begin + self.batch_size])
 
 
+@contextlib.contextmanager
+def short_errors() -> Iterator[None]:
+    """Around a loop over a loader: an error of a loading process without that process's traceback."""
+    try:
+        yield
+    except ValueError as error:
+        traceback, _, message = str(error).strip().rpartition("\nValueError: ")
+        if not traceback:
+            raise
+        raise ValueError(message) from None
+
+
 def seed_all(*key: int) -> None:
     """Seed Python's, numpy's and torch's generators (CPU and GPU in use) from the numbers of ``key``."""
-    state = np.random.SeedSequence(key).generate_state(2)
-    seed = int(state[0]) << 32 | int(state[1])
-    random.seed(seed)
-    np.random.seed(state)
-    # Not torch.manual_seed: where there is no GPU it takes a millisecond to note what to do if one came.
-    torch.default_generator.manual_seed(seed)
+    seed = seed_generators(*key)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

@@ -33,7 +33,7 @@ class Schedule:
         if warmup >= total:
             raise ValueError(
                 f"the warm-up of {warmup} steps (--warmup-epochs, --warmup-steps) must be shorter than "
-                f"the run of {total} (--epochs, --steps)"
+                f"the run of {total} (--epochs, --steps); --warmup-epochs 0 means none"
             )
         unit = 1 if optim.steps else steps_per_epoch
         return cls(

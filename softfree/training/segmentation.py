@@ -27,9 +27,15 @@ from softfree.data.segmentation import (
     train_transform,
 )
 from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
-from softfree.training import checkpoint
 from softfree.training.classification import Normalize, check_model_name
-from softfree.training.dense import BackboneSettings, dense_parameter_groups, small_backbone
+from softfree.training.dense import (
+    BackboneSettings,
+    check_readable,
+    dense_parameter_groups,
+    load_dense,
+    run_length,
+    small_backbone,
+)
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task, train
 from softfree.training.settings import (
@@ -95,18 +101,17 @@ def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
     # The paper's: AdamW, learning rate 6e-4, no scaling at random. MMSegmentation's "poly" of power 1 is a
     # straight line; its warm-up takes 1500 steps.
     common = dict(
-        lr=6e-4, min_lr=0.0, sched="linear", warmup_steps=1500, warmup_lr=1e-6, weight_decay=0.01,
-        clip_grad=1.0,
+        lr=6e-4, min_lr=0.0, sched="linear", warmup_lr=1e-6, weight_decay=0.01, clip_grad=1.0,
     )  # fmt: skip
     if name == "ade20k":
         chosen: dict[str, dict[str, Any]] = {
-            "optim": dict(common, steps=160_000),
+            "optim": dict(common, **run_length(argv, 160_000, warmup=1500)),
             "run": dict(eval_every=16_000),
         }
     elif name == "cityscapes":
         chosen = {
             "data": dict(crop=768, short_side=1024),
-            "optim": dict(common, steps=40_000),
+            "optim": dict(common, **run_length(argv, 40_000, warmup=1500)),
             "run": dict(eval_every=4_000),
         }
     else:
@@ -115,7 +120,11 @@ def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
             "decoder": dict(width=64),
             "backbone": dict(model_kwargs=small_backbone(argv)),
             "optim": dict(
-                steps=1500, lr=2e-3, min_lr=1e-5, warmup_steps=50, weight_decay=0.05, clip_grad=1.0
+                run_length(argv, 1500, warmup=50),
+                lr=2e-3,
+                min_lr=1e-5,
+                weight_decay=0.05,
+                clip_grad=1.0,
             ),
             "run": dict(workers=0, eval_every=500),
         }
@@ -187,12 +196,7 @@ class Segmentation(Task):
     def train_step(
         self, model: nn.Module, batch: SegmentationBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if not len(batch.images):
-            first = batch.unreadable[0]
-            raise ValueError(
-                f"none of the {len(batch.unreadable)} pictures of a batch can be read, "
-                f"e.g. {first.path}: {first.reason}"
-            )
+        check_readable(batch)
         logits, auxiliary = model(self.normalize(batch.images))
         size = batch.masks.shape[-2:]
         main = _cross_entropy(resize_logits(logits, size), batch.masks)
@@ -226,25 +230,19 @@ def evaluate_segmenter(
     Intersections and unions are summed over all pictures before they are divided. A class that occurs
     neither in the truth nor in the predictions does not count in the mean; its own IoU is NaN.
     """
-    from torchmetrics.classification import (
-        MulticlassAccuracy,
-        MulticlassConfusionMatrix,
-        MulticlassJaccardIndex,
-    )
+    from torchmetrics.classification import MulticlassConfusionMatrix
 
-    common: dict[str, Any] = dict(ignore_index=IGNORE, validate_args=False)
-    miou = MulticlassJaccardIndex(num_classes, average="macro", **common).to(processes.device)
-    accuracy = MulticlassAccuracy(num_classes, average="micro", **common).to(processes.device)
-    confusion = MulticlassConfusionMatrix(num_classes, **common).to(processes.device)
+    confusion = MulticlassConfusionMatrix(num_classes, ignore_index=IGNORE, validate_args=False)
+    confusion.to(processes.device)
     for batch in batches:
         for image, mask in zip(batch.images, batch.masks, strict=True):
             classes = predict_classes(model, normalize(image[None]), mask.shape, window)
-            for metric in (miou, accuracy, confusion):
-                metric.update(classes, mask[None])
-    counts = confusion.compute().double()
-    overlap, union = counts.diag(), counts.sum(0) + counts.sum(1) - counts.diag()
-    scores = {"mIoU": 100 * miou.compute().item(), "accuracy": 100 * accuracy.compute().item()}
-    return scores, (100 * overlap / union).tolist()
+            confusion.update(classes, mask[None])
+    counts = confusion.compute().cpu().double()
+    overlap = counts.diag()
+    iou = 100 * overlap / (counts.sum(0) + counts.sum(1) - overlap)
+    accuracy = 100 * overlap.sum() / counts.sum().clamp(min=1)
+    return {"mIoU": iou.nanmean().item(), "accuracy": accuracy.item()}, iou.tolist()
 
 
 def predict_classes(
@@ -274,13 +272,4 @@ def load_segmenter(
     path: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a checkpoint folder, ready to use, and its metadata."""
-    saved = checkpoint.read_checkpoint(path)
-    if saved.metadata.get("task") != Segmentation.name:
-        raise ValueError(
-            f"{path} is a checkpoint of {saved.metadata.get('task')}, not of segmentation"
-        )
-    check_model_name(saved.metadata["model"])
-    model = build_segmenter(saved.metadata)
-    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])
-    model.load_state_dict(saved.weights)
-    return model.eval().to(device), saved.metadata
+    return load_dense(path, Segmentation.name, build_segmenter, device)

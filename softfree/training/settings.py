@@ -13,6 +13,8 @@ import tyro
 
 Settings = TypeVar("Settings")
 Overrides = Mapping[str, Mapping[str, Any]]
+# torch warns of more loading processes than there are cores.
+WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,7 @@ class RunSettings:
     """of weights, order and augmentation of the data, dropout"""
     device: str = "auto"
     """cuda, cpu, or auto: a GPU if there is one"""
-    workers: int = 4
+    workers: int = WORKERS
     """processes that load data, for each training process; 0: none beside it"""
     log_interval: int = 50
     """steps between two lines of the log"""
@@ -186,7 +188,8 @@ def parse_settings(
 
 
 def _with_hyphens(argument: str) -> str:
-    return argument.replace("_", "-") if argument.startswith("--") else argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
 
 def override(settings: Settings, overrides: Overrides) -> Settings:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 import torch
@@ -24,12 +25,11 @@ FAST = [
 
 @pytest.fixture(autouse=True)
 def _few_shapes(monkeypatch):
-    for module, name in (
-        (softfree.data.detection, "load_detection"),
-        (softfree.data.segmentation, "load_segmentation"),
-    ):
-        defaults = getattr(module, name).__kwdefaults__
-        monkeypatch.setitem(defaults, "shapes", (4, 2))
+    detection, segmentation = softfree.data.detection, softfree.data.segmentation
+    for load in (detection.load_detection, segmentation.load_segmentation):
+        monkeypatch.setitem(load.__kwdefaults__, "shapes", (4, 2))
+    for load in (detection.load_split, segmentation.load_split):
+        monkeypatch.setitem(load.__kwdefaults__, "shapes", 2)
 
 
 @pytest.fixture
@@ -119,6 +119,26 @@ def test_data_of_other_classes_than_the_checkpoints_are_refused(tmp_path, capsys
                 str(tmp_path / "data"),
             ]
         )
+
+
+def test_validation_needs_no_training_data_and_ignores_what_training_ignored(tmp_path, capsys):
+    data = tmp_path / "data"
+    for split in ("train", "val"):
+        mask = Image.new("L", (64, 64), 1)
+        mask.paste(7, (0, 0, 64, 40))
+        for folder, picture in (("images", Image.new("RGB", (64, 64))), ("masks", mask)):
+            (data / folder / split).mkdir(parents=True)
+            for name in ("a.png", "b.png"):
+                picture.save(data / folder / split / name)
+    (data / "classes.txt").write_text("road\nsky\n")
+    given = ["--data-dir", str(data), "--ignore-label", "7", "--crop", "64", "--short-side", "64"]
+    out = tmp_path / "out"
+    assert train.main(["segmentation", "--output", str(out), *FAST, *given, "--workers", "0"]) == 0
+    shutil.rmtree(data / "images" / "train")
+    shutil.rmtree(data / "masks" / "train")
+    best = ["--checkpoint", str(out / "best"), "--workers", "0"]
+    assert validate.main(["segmentation", *best, "--data-dir", str(data)]) == 0
+    assert "mIoU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task", ["detection", "segmentation"])

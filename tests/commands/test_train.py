@@ -14,6 +14,7 @@ from PIL import Image
 import softfree_cli
 from softfree.commands import train
 from softfree.training import classification
+from softfree.training.checkpoint import load_for_inference
 from softfree.training.guard import NonFiniteError
 
 SMALL = ["--img-size", "32", "--workers", "0", "--device", "cpu", "--batch-size", "4"]
@@ -55,6 +56,14 @@ def test_folders_of_pictures_give_a_checkpoint_that_knows_its_classes(folders, t
     out = capsys.readouterr().out
     assert "16 training and 6 validation samples" in out and "in " in out
     assert f"{output}/best" in out
+
+
+def test_a_rival_takes_the_place_of_the_attention(folders, tmp_path):
+    output = tmp_path / "out"
+    assert run("--data-dir", folders, "--output", output, *SHORT, "--attention", "performer") == 0
+    model, _ = load_for_inference(output / "best")
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert "PerformerAttention" in kinds and "SoftAttention" not in kinds
 
 
 def test_the_written_settings_repeat_the_run(folders, tmp_path):

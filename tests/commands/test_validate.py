@@ -42,6 +42,18 @@ def test_scores_are_those_of_the_run_and_reach_the_file(trained, tmp_path, capsy
     assert "top-1 %" in out and f"{best:.2f}" in out
 
 
+def test_arguments_of_the_model_may_differ_from_the_training(trained, tmp_path):
+    """At 96 pixels stage 1 has nine landmarks, or one."""
+    losses = []
+    for kwargs in ([], ["--model-kwargs", "landmarks=conv:1"]):
+        file = tmp_path / f"{len(losses)}.csv"
+        argv = ["--checkpoint", trained / "best", "--img-size", 96, "--results-file", file]
+        assert run(*argv, *kwargs) == 0
+        with file.open(newline="") as stream:
+            losses.append(next(csv.DictReader(stream))["loss"])
+    assert losses[0] != losses[1]
+
+
 def pictures(folder):
     """Two classes of one picture."""
     for split in ("train", "val"):
@@ -54,7 +66,7 @@ def pictures(folder):
 def test_a_weights_file_needs_its_model_and_data(tmp_path, capsys):
     path = tmp_path / "weights.pth"
     torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), path)
-    assert run("--checkpoint", path) == 2
+    assert run("--checkpoint", path, "--model", "resnet10t") == 2
     assert "--data-dir is needed" in capsys.readouterr().err
     argv = ["--checkpoint", path, "--data-dir", pictures(tmp_path / "data"), "--img-size", 64]
     assert run(*argv, "--model", "resnet10t") == 0
@@ -62,7 +74,7 @@ def test_a_weights_file_needs_its_model_and_data(tmp_path, capsys):
     assert run(*argv, "--model", "resnet18") == 2
     assert "another architecture than resnet18" in capsys.readouterr().err
     assert run(*argv) == 2
-    assert "no checkpoint folder" in capsys.readouterr().err
+    assert "is a file: give the --model it belongs to" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_other_classes_is_refused(trained, tmp_path, capsys):

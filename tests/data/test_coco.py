@@ -46,6 +46,8 @@ def test_good_annotations_pass():
         (dict(bbox=[2, 3, 0, 4]), r"box \[2, 3, 0, 4\] has no area"),
         (dict(bbox=[2, 3, 5]), "is not"),
         (dict(bbox=[2, 3, float("nan"), 4]), "has no area"),
+        (dict(bbox=[2, float("nan"), 3, 4]), "lies outside"),
+        (dict(bbox=["2", 3, 3, 4]), "is not"),
         (dict(category_id=4), "there is no category 4"),
         (dict(image_id=8), "there is no image 8"),
         (dict(segmentation=[]), "no mask"),
@@ -54,6 +56,7 @@ def test_good_annotations_pass():
             dict(segmentation=dict(size=[20, 10], counts=[200])),
             "a mask of 10 x 20 for an image of 20 x 10 pixels",
         ),
+        (dict(segmentation=dict(counts=[200])), "a run-length code without"),
     ],
 )
 def test_a_bad_annotation_is_named_with_its_reason_or_left_out(changes, message):
@@ -90,7 +93,14 @@ def test_area_and_crowd_are_filled_in(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "no readable json"), ('{"images": []}', "it has no 'annotations', 'categories'")],
+    [
+        ("{", "no readable json"),
+        ('{"images": []}', "it has no 'annotations', 'categories'"),
+        (
+            '{"images": [{"id": 1, "file_name": "a"}], "annotations": [], "categories": []}',
+            "entry 1 of 'images' has no 'width', 'height'",
+        ),
+    ],
 )
 def test_a_file_that_is_no_coco_file_is_refused(tmp_path, content, message):
     path = tmp_path / "a.json"

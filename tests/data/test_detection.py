@@ -17,7 +17,7 @@ from softfree.data.detection import (
     aspect_ratio_order,
     collate_detection,
     load_detection,
-    read_detection,
+    load_split,
     train_transform,
 )
 from softfree.data.images import Unreadable
@@ -96,8 +96,8 @@ def test_bad_annotations_stop_the_run_or_are_left_out(tmp_path):
     annotations["annotations"][0]["bbox"] = [2, 3, 0, 4]
     root = write_coco(tmp_path, annotations)
     with pytest.raises(ValueError, match="box .2, 3, 0, 4. has no area in wide.png"):
-        read_detection(root, "train")
-    assert len(read_detection(root, "train", skip_bad=True)[2][1]["labels"]) == 0
+        load_split(str(root), "train")
+    assert len(load_split(str(root), "train", skip_bad=True)[2][1]["labels"]) == 0
 
 
 def test_categories_of_train_and_val_must_be_the_same(tmp_path):

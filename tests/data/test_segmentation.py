@@ -78,7 +78,6 @@ def test_ade20k_counts_from_one_and_ignores_zero(tmp_path):
             ((0, 1, 150),),
         )
     data = load_segmentation(str(tmp_path))
-    assert data.layout == "ADE20K"
     assert len(data.class_names) == 150
     assert data.train[0][1].tolist() == [[IGNORE, 0, 149]]
 
@@ -103,7 +102,6 @@ def test_cityscapes_gives_the_19_training_classes(tmp_path, ready):
             [expected if ready else ids],
         )
     data = load_segmentation(str(tmp_path))
-    assert data.layout == "Cityscapes"
     assert data.class_names[0] == "road"
     assert len(data.class_names) == 19
     assert data.val[0][1].tolist() == [expected]

@@ -77,14 +77,16 @@ def test_there_are_d_log_d_features_unless_told_otherwise():
     assert "features=5, kernel=relu" in repr(layer(features=5, kernel="relu"))
 
 
-def test_redrawing_changes_the_features_and_saving_keeps_them():
-    attention, other, x = layer(), layer(), tokens()
-    before, saved = attention(x), {k: v.clone() for k, v in attention.state_dict().items()}
-    assert "features" in saved
-    attention.redraw()
-    assert not torch.allclose(attention(x), before)
-    other.load_state_dict(saved)
-    assert torch.equal(other(x), before)
+def test_features_stay_unless_redrawn_in_training_and_are_saved():
+    fixed, x = layer(), tokens()
+    evaluated = fixed(x)
+    assert torch.equal(fixed.train()(x), evaluated)
+    redrawn = layer(redraw=True)
+    redrawn.load_state_dict(fixed.state_dict())
+    redrawn.train()
+    assert not torch.allclose(redrawn(x), redrawn(x))
+    # Training leaves the features of evaluation alone.
+    assert torch.equal(redrawn.eval()(x), evaluated)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e2, 1e4])

@@ -114,11 +114,35 @@ def test_digits_are_not_mirrored():
     assert "Flip" not in str(Classification(settings(augment={"hflip": 0.5})).train_data.transform)
 
 
-def test_a_batch_without_a_readable_picture_stops_the_run():
+def test_a_batch_of_bad_files_alone_is_filled_with_another_picture():
+    task = Classification(settings())
+    batch = task.collate([Unreadable("a.jpg", "empty"), Unreadable("b.jpg", "empty")])
+    assert len(batch.images) == len(batch.labels) == 2
+    assert [file.path for file in batch.unreadable] == ["a.jpg", "b.jpg"]
+
+
+def test_random_erasing_works_on_the_device_of_the_pictures():
+    task = Classification(settings(augment={"reprob": 1.0}))
+    batch = task.collate([task.train_data[index] for index in range(4)])
+    seen = []
+    with pytest.raises(StopIteration):
+        task.train_step(lambda images: seen.append(images) or next(iter(())), batch)
+    changed = seen[0] != task.normalize(batch.images)
+    assert changed.flatten(1).any(1).all()
+
+
+def test_models_without_stochastic_depth_can_be_trained():
+    given = {"model": "vgg11", "model_kwargs": (), "img_size": 32}
+    assert Classification(settings(model=given)).build_model().num_classes == 10
+
+
+def test_data_without_a_readable_picture_stops_the_run():
     batch = Batch(
         torch.empty(0, 3, 0, 0), torch.empty(0), [Unreadable("a.jpg", "the file is empty")]
     )
-    with pytest.raises(ValueError, match="none of the 1 pictures .* a.jpg: the file is empty"):
+    with pytest.raises(
+        ValueError, match="none of the training pictures .* a.jpg: the file is empty"
+    ):
         Classification(settings()).train_step(torch.nn.Identity(), batch)
 
 

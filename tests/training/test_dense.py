@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from softfree.models.detection import retinanet
+from softfree.training import detection, segmentation
 from softfree.training.dense import BackboneSettings, dense_parameter_groups, small_backbone
 from softfree.training.settings import OptimSettings
 from tests.models.small import PYRAMID
@@ -61,3 +62,19 @@ def test_shapes_are_learned_with_few_channels_by_our_pyramids_alone():
     assert "embed_dims=32,64,128,192" in small_backbone([])
     assert small_backbone(["--steps", "3", "--model=soft_tiny"]) == small_backbone([])
     assert small_backbone(["--model", "resnet18"]) == ()
+
+
+def test_a_shorter_run_has_a_shorter_warm_up_and_earlier_drops():
+    usual, steps, epochs = (
+        detection.recipe("1x", argv)["optim"] for argv in ([], ["--steps=600"], ["--epochs", "6"])
+    )
+    assert (usual["epochs"], usual["steps"], usual["warmup_steps"]) == (12, 0, 500)
+    assert usual["decay_milestones"] == (8, 11)
+    # With --steps, milestones are steps.
+    assert (steps["steps"], steps["warmup_steps"]) == (600, 60)
+    assert steps["decay_milestones"] == (400, 550)
+    assert (epochs["epochs"], epochs["steps"], epochs["decay_milestones"]) == (6, 0, (4, 6))
+    segmenter = segmentation.recipe("ade20k", ["--steps", "3000"])["optim"]
+    assert (segmenter["steps"], segmenter["warmup_steps"]) == (3000, 300)
+    # Recipes that count in steps give way to --epochs.
+    assert segmentation.recipe("ade20k", ["--epochs", "3"])["optim"]["steps"] == 0

@@ -91,6 +91,17 @@ def test_a_killed_worker_comes_back_and_the_run_goes_on(tmp_path, alone):
 
 
 @pytest.mark.slow
+def test_an_output_that_has_a_run_is_refused_by_restarted_processes_too(tmp_path):
+    run_toy(tmp_path, norm=False, dropout=0.0, batch_size=8, stop_at=2)
+    done = subprocess.run(
+        torchrun(tmp_path, restarts=1), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode != 0
+    assert "already has a run" in done.stderr
+    assert read_state(tmp_path / "last")["position"]["step"] == 2
+
+
+@pytest.mark.slow
 def test_terminating_torchrun_saves_the_run(tmp_path):
     process = subprocess.Popen(torchrun(tmp_path, "--delay", "0.02", "--epochs", "50"))
     while not (tmp_path / "train.csv").exists():
@@ -130,3 +141,16 @@ def test_the_optimizer_s_state_survives_by_the_names_of_the_parameters():
     for mine, others in zip(model.parameters(), other.parameters(), strict=True):
         for name, value in optimizer.state[mine].items():
             assert torch.equal(value, other_optimizer.state[others][name])
+
+
+def test_a_parameter_that_no_step_has_used_has_no_state_after_a_resume_either():
+    def make():
+        model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    model, optimizer = make()
+    model[0](torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    other, other_optimizer = make()
+    set_optimizer_state(other, other_optimizer, get_optimizer_state(model, optimizer))
+    assert set(other_optimizer.state) == set(other[0].parameters())

@@ -69,7 +69,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, package):
 def test_time_spent_elsewhere_does_not_count(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
-    timer = Timer()
+    timer = Timer(torch.device("cpu"))
     timer.samples += 30
     now[0] += 2
     with timer.paused():

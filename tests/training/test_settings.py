@@ -27,6 +27,12 @@ def test_flags_win_over_the_recipe():
     assert settings.recipe == "short"
 
 
+def test_underscores_are_taken_in_flags_and_kept_in_values():
+    given = parse("--data_dir=my_data", "--batch_size", "8", "--output=my_run")
+    assert (given.data.data_dir, str(given.run.output)) == ("my_data", "my_run")
+    assert given.optim.batch_size == 8
+
+
 def test_without_data_the_digits_and_with_data_the_papers_recipe():
     assert parse().recipe == "digits"
     assert parse("--data-dir", "d").recipe == parse("--dataset=wds/x").recipe == "imagenet"
