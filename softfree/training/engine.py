@@ -140,6 +140,10 @@ def train(task: Task, optim: OptimSettings, run: RunSettings, settings_json: str
         return _Training(task, optim, run, settings_json, processes).run_loop(stop_request)
 
 
+class _EvaluationStoppedError(Exception):
+    """A signal came during an evaluation."""
+
+
 class _Training:
     """One run: its parts, put together in ``__init__``, and the loop over them."""
 
@@ -326,7 +330,10 @@ class _Training:
                 )
                 if self._evaluation_is_due() and not stopped:
                     with timer.paused():
-                        scores = self._evaluate_and_keep_best()
+                        try:
+                            scores = self._evaluate_and_keep_best(stop_request)
+                        except _EvaluationStoppedError:
+                            stopped = True
                 finished = position.step == total
                 if save_now or stopped or finished or self._saving_is_due():
                     with timer.paused():
@@ -454,7 +461,7 @@ class _Training:
         every = self.run.eval_every or self.steps_per_epoch
         return step > self.position.evaluated and (step % every == 0 or step == self.schedule.total)
 
-    def _evaluate_and_keep_best(self) -> dict[str, float]:
+    def _evaluate_and_keep_best(self, stop_request: StopRequest) -> dict[str, float]:
         position, metric = self.position, self.task.metric
         began = time.monotonic()
         self._settle_buffers()
@@ -473,7 +480,8 @@ class _Training:
         )
         model.eval()
         with torch.no_grad(), self._autocast():
-            scores = self.task.evaluate(model, self._on_device(loader), self.processes)
+            batches = self._until_stopped(self._on_device(loader), stop_request)
+            scores = self.task.evaluate(model, batches, self.processes)
         self.plain.train()
         position.evaluated = position.step
         score = scores[metric]
@@ -500,6 +508,17 @@ class _Training:
         mark = "  (best so far)" if better else f"  (best: {position.best:.4g})"
         self.log.say(f"epoch {epoch:.4g}: {text}{mark}")
         return scores
+
+    def _until_stopped(self, batches: Generator[Any], stop_request: StopRequest) -> Generator[Any]:
+        """The batches; a process alone need not see an evaluation through when it is asked to stop.
+
+        The run then ends where it is, and evaluates again when it goes on.
+        """
+        with contextlib.closing(batches):
+            for batch in batches:
+                if stop_request.signal is not None and self.processes.count == 1:
+                    raise _EvaluationStoppedError
+                yield batch
 
     def _saving_is_due(self) -> bool:
         step, saving = self.position.step, self.saving

@@ -139,6 +139,20 @@ def test_a_stop_at_the_end_of_an_epoch_leaves_the_evaluation_to_the_resumed_run(
     assert [int(row["step"]) for row in read(tmp_path / "eval.csv")] == [6, 12, 18]
 
 
+def test_a_signal_during_an_evaluation_ends_it_and_the_resumed_run_repeats_it(tmp_path):
+    class Impatient(Toy):
+        def evaluate(self, model, batches, processes):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().evaluate(model, batches, processes)
+
+    run_toy(tmp_path / "whole")
+    outcome = run_toy(tmp_path / "stopped", Impatient())
+    assert outcome.stopped and outcome.position.evaluated == 0
+    run_toy(tmp_path / "stopped", resume="auto")
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert [int(row["step"]) for row in read(tmp_path / "stopped" / "eval.csv")] == [6, 12, 18]
+
+
 def test_a_run_stopped_before_its_first_step_goes_on_as_if_nothing_had_been(tmp_path):
     class StoppedWhileBuilding(Toy):
         def build_model(self):
