@@ -14,6 +14,7 @@ from softfree.commands._figure_common import (
     new_figure,
     save_figure,
 )
+from softfree.training.settings import WORKERS
 
 Curve = Sequence[tuple[int, float]]
 MARKERS = "os^Dv"
@@ -25,7 +26,7 @@ def resolution(
     dataset: str = "",
     sizes: tuple[int, ...] = (224, 288, 384, 448, 512),
     batch_size: int = 64,
-    workers: int = 4,
+    workers: int = WORKERS,
     output: Path = Path("resolution.png"),
     device: str = "auto",
 ) -> int:

@@ -17,6 +17,7 @@ from softfree.training import checkpoint as checkpoints
 from softfree.training.distributed import Processes, join_processes
 from softfree.training.engine import amp_dtype_for, to_device
 from softfree.training.sampling import EvalSampler
+from softfree.training.settings import WORKERS
 
 AmpDtype = Literal["auto", "none", "bfloat16", "float16"]
 FIGURES = ("AP", "AP50", "AP75", "APS", "APM", "APL")
@@ -27,7 +28,7 @@ def detection(
     data_dir: str | None = None,
     skip_bad_annotations: bool = False,
     batch_size: int = 8,
-    workers: int = 4,
+    workers: int = WORKERS,
     amp_dtype: AmpDtype = "auto",
     device: str = "auto",
     results_file: Path | None = None,
@@ -93,7 +94,7 @@ def segmentation(
     data_dir: str | None = None,
     window: int | None = None,
     short_side: int | None = None,
-    workers: int = 4,
+    workers: int = WORKERS,
     amp_dtype: AmpDtype = "auto",
     device: str = "auto",
     results_file: Path | None = None,
