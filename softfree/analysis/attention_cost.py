@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +15,11 @@ from softfree.analysis.measure import (
     time_in_turn,
     time_queued,
 )
+from softfree.layers.factory import SETTINGS
 from softfree.ops import soft_attention
 
-# What each name means to the operator; the authors' SOFT has a ridge and the scaled start.
-OURS: dict[str, dict[str, Any]] = {
-    "softpp": {"normalize": True},
-    "soft": {"normalize": False, "start": "scaled", "ridge": 0.01},
-}
+# Softpp first, as the tables have it.
+OURS = {name: SETTINGS[name] for name in ("softpp", "soft")}
 ATTENTIONS = (*OURS, "softmax")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Of the norm of the result and of each gradient; half precision rounds inputs, results and products.
