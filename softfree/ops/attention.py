@@ -4,7 +4,6 @@ The operator is registered as ``softfree::attention`` with its gradient ``softfr
 so ``torch.compile`` traces through it as one node and the FLOP counter knows its cost.
 """
 
-import importlib.util
 import math
 import warnings
 from typing import Any
@@ -15,9 +14,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops import chunked, exportable, reference
 from softfree.ops.inverse import check_iteration, compute_dtype
+from softfree.ops.kernels import HAS_TRITON
 
 BACKENDS = ("auto", "reference", "torch", "triton")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -4,7 +4,6 @@ Registered as ``softfree::value_conv``. On a GPU, half-precision inputs go to ke
 (:mod:`softfree.ops.kernels.value_conv`); everything else is PyTorch's convolution.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfree.ops.exportable import exporting
+from softfree.ops.kernels import HAS_TRITON
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 MAX_CHANNELS = 128
 MAX_KERNEL = 15
 

@@ -1,6 +1,5 @@
 """What detection and segmentation share: settings of the backbone, length of a run, parameter groups, loading."""
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from softfree.models.features import FIXED_LANDMARKS
 from softfree.training import checkpoint
 from softfree.training.classification import check_model_name, parse_model_kwargs
-from softfree.training.settings import OptimSettings
+from softfree.training.settings import OptimSettings, peek
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +37,10 @@ class BackboneSettings:
 
 def given_length(argv: Sequence[str]) -> tuple[int, int]:
     """--steps and --epochs, 0 where not given: recipes shorten warm-up and drops with the run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--steps", "--epochs"):
-        # What is no number is refused later, where every flag is read.
-        parser.add_argument(flag, type=lambda x: int(x) if x.isdecimal() else 0, default=0)
-    given = parser.parse_known_args(list(argv))[0]
-    return given.steps, given.epochs
+    given = peek(argv, steps="", epochs="")
+    # What is no number is refused later, where every flag is read.
+    steps, epochs = (int(x) if x.isdecimal() else 0 for x in (given.steps, given.epochs))
+    return steps, epochs
 
 
 def run_length(argv: Sequence[str], usual: int, warmup: int) -> dict[str, int]:
@@ -57,9 +54,7 @@ def run_length(argv: Sequence[str], usual: int, warmup: int) -> dict[str, int]:
 
 def small_backbone(argv: Sequence[str]) -> tuple[str, ...]:
     """``model_kwargs`` for training on a CPU: few channels, if the model asked for is one of our pyramids."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model", default=BackboneSettings.model)
-    model = parser.parse_known_args(list(argv))[0].model
+    model = peek(argv, model=BackboneSettings.model).model
     if not model.startswith(("soft_", "softpp_")) or "vit" in model:
         return ()
     return (

@@ -41,6 +41,7 @@ from softfree.training.settings import (
     OptimSettings,
     Overrides,
     RunSettings,
+    peek,
     settings_to_json,
     share_batch,
 )
@@ -118,13 +119,14 @@ def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
             "optim": dict(common, **_length(argv, 36, (27, 33))),
         }
     else:
+        detector = peek(argv, detector=DetectorSettings.detector).detector
         chosen = {
             "data": dict(short_sides=(96,), short_side=96, max_size=192),
             "detector": dict(width=64, head_norm=True, proposals=64, anchor_size=20),
             "backbone": dict(model_kwargs=small_backbone(argv)),
             "optim": dict(
                 # A step of Mask R-CNN takes several times as long, and teaches more.
-                run_length(argv, 800 if "mask-rcnn" in " ".join(argv) else 1200, warmup=100),
+                run_length(argv, 800 if detector == "mask-rcnn" else 1200, warmup=100),
                 lr=2e-3,
                 min_lr=1e-5,
                 weight_decay=0.05,

@@ -4,7 +4,6 @@ train_longrange(settings)            -> Outcome, and OUTPUT/test.json with the t
 load_sequence_model("OUTPUT/best")   -> model, metadata
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -42,6 +41,7 @@ from softfree.training.settings import (
     Overrides,
     RunSettings,
     parse_settings,
+    peek,
     settings_to_json,
     share_batch,
 )
@@ -123,14 +123,9 @@ PRESETS = {
 
 def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
     """The preset of a task; without a name, that of --task. Fewer --steps shorten the warm-up with them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--task", default=name or LongRangeDataSettings.task)
-    parser.add_argument("--steps", default="")
-    parser.add_argument("--batch-size", default="")
-    parser.add_argument("--epochs", default=None)
-    given, _ = parser.parse_known_args(argv)
+    given = peek(argv, task=name or LongRangeDataSettings.task, steps="", batch_size="", epochs="")
     check_task(given.task)
-    if given.epochs is not None:
+    if given.epochs:
         raise ValueError(f"--epochs {given.epochs}: these runs are counted in --steps")
     preset = PRESETS[given.task]
     steps = int(given.steps) if given.steps.isdecimal() and int(given.steps) else preset.steps

@@ -187,6 +187,14 @@ def parse_settings(
     )
 
 
+def peek(argv: Sequence[str], **defaults: str) -> argparse.Namespace:
+    """Flags that a recipe depends on, before all are read: ``peek(argv, batch_size="")`` reads --batch-size."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in defaults.items():
+        parser.add_argument("--" + name.replace("_", "-"), default=default)
+    return parser.parse_known_args(list(argv))[0]
+
+
 def _with_hyphens(argument: str) -> str:
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument

@@ -1,0 +1,3 @@
+import importlib.util
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
