@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
+
 Size = tuple[int, int] | None
 Sampled = tuple[Tensor, Tensor | None]
 SamplerName = Literal["conv", "average", "random", "first"]
@@ -114,31 +116,31 @@ class _WindowLandmarks(nn.Module):
     def extra_repr(self) -> str:
         return f"stride={self.stride}, count={self.count}"
 
-    def reduce(self, windows: Tensor, mask: Tensor | None) -> Tensor:
-        """(batch, heads, m, window, d) to (batch, heads, m, d); mask (batch, m, window)."""
+    def reduce(
+        self, q: Tensor, mask: Tensor | None, grid: tuple[int, int], window: tuple[int, int]
+    ) -> Tensor:
+        """One landmark of each window of the grid's tokens: (batch, heads, m, d)."""
         raise NotImplementedError("a window sampler reduces its windows")
 
     def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
         if size is None:
-            prefix, grid = 0, (1, q.shape[2])
-            stride = (1, self.stride)
+            prefix, grid, window = 0, (1, q.shape[2]), (1, self.stride)
         else:
             prefix, grid = q.shape[2] - size[0] * size[1], size
-            stride = (self.stride, self.stride)
-        windows, valid, counts = _windows(
-            q[:, :, prefix:], None if mask is None else mask[:, prefix:], grid, stride
-        )
-        landmarks = self.reduce(windows, valid)
-        landmark_mask = None if mask is None or valid is None else valid.any(-1)
+            window = (self.stride, self.stride)
+        real = None if mask is None else mask[:, prefix:]
+        landmarks = self.reduce(q[:, :, prefix:], real, grid, window)
+        landmark_mask = None if real is None else _mask_windows(real, grid, window).any(-1)
         if self.count is not None:
+            counts = window_grid(grid, window)
             landmarks, landmark_mask = _pool(landmarks, landmark_mask, counts, self.count)
         if prefix and self.stride == 1:
-            valid = None if mask is None else mask[:, :prefix, None]
-            first = self.reduce(q[:, :, :prefix, None], valid)
+            real = None if mask is None else mask[:, :prefix]
+            first = self.reduce(q[:, :, :prefix], real, (1, prefix), window)
             landmarks = torch.cat([first, landmarks], 2)
             if landmark_mask is not None:
-                present = landmark_mask.new_ones(q.shape[0], prefix) if mask is None else mask
-                landmark_mask = torch.cat([present[:, :prefix], landmark_mask], 1)
+                present = landmark_mask.new_ones(q.shape[0], prefix) if real is None else real
+                landmark_mask = torch.cat([present, landmark_mask], 1)
         return landmarks, landmark_mask
 
 
@@ -157,11 +159,16 @@ class AverageLandmarks(_WindowLandmarks):
     def __init__(self, stride: int, count: int | None = None):
         super().__init__(stride, count)
 
-    def reduce(self, windows: Tensor, mask: Tensor | None) -> Tensor:
+    def reduce(
+        self, q: Tensor, mask: Tensor | None, grid: tuple[int, int], window: tuple[int, int]
+    ) -> Tensor:
+        by_window = windows(q, grid, window)
         if mask is None:
-            return windows.mean(3)
-        present = mask[:, None, :, :, None]
-        total = torch.where(present, windows, 0).sum(3)
+            if not cross_the_border(grid, window):
+                return by_window.mean(3)
+            mask = q.new_ones((1, q.shape[2]), dtype=torch.bool)
+        present = _mask_windows(mask, grid, window)[:, None, :, :, None]
+        total = torch.where(present, by_window, 0).sum(3)
         return total / present.sum(3).clamp(min=1)
 
 
@@ -202,14 +209,16 @@ class ConvLandmarks(_WindowLandmarks):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         self.norm.reset_parameters()
 
-    def reduce(self, windows: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None:
-            windows = torch.where(mask[:, None, :, :, None], windows, 0)
-        weight = self.weight.flatten(2).permute(2, 1, 0)
-        if weight.shape[0] != windows.shape[3]:
-            built, given = ("images", "None") if self.weight.ndim == 4 else ("sequences", "(H, W)")
+    def reduce(
+        self, q: Tensor, mask: Tensor | None, grid: tuple[int, int], window: tuple[int, int]
+    ) -> Tensor:
+        out, channels, *built_for = self.weight.shape
+        if math.prod(built_for) != math.prod(window):
+            built, given = ("images", "None") if len(built_for) == 2 else ("sequences", "(H, W)")
             raise ValueError(f"size: these landmarks were built for {built}, but size is {given}")
-        landmarks = windows.flatten(3) @ weight.reshape(-1, weight.shape[2])
+        if mask is not None:
+            q = torch.where(mask[:, None, :, None], q, 0)
+        landmarks = window_product(q, self.weight.view(out, channels, *window), grid)
         return F.gelu(self.norm(landmarks * self.scale)) / self.scale
 
 
@@ -279,41 +288,9 @@ class RandomLandmarks(_TokenLandmarks):
         return first + torch.minimum((within * length).long(), length - 1)
 
 
-def _windows(
-    q: Tensor, mask: Tensor | None, grid: tuple[int, int], stride: tuple[int, int]
-) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
-    """Tokens by window: (batch, heads, m, window, d), mask (batch, m, window), windows along H and W.
-
-    Incomplete windows at the border are filled up. The filling is 0 and counts as masked, so a mask is
-    made where there was none only if something was filled.
-    """
-    (height, width), (down, across) = grid, stride
-    rows, columns = -(-height // down), -(-width // across)
-    batch, heads, _, channels = q.shape
-    if down == 1 and across == 1:
-        return q[:, :, :, None], None if mask is None else mask[..., None], grid
-    below, right = rows * down - height, columns * across - width
-    q = q.unflatten(2, (height, width))
-    padded = _is_positive(below) or _is_positive(right)
-    if padded:
-        q = F.pad(q, (0, 0, 0, right, 0, below))
-        if mask is None:
-            mask = q.new_ones((1, 1, height * width), dtype=torch.bool)[0]
-    q = q.reshape(batch, heads, rows, down, columns, across, channels).transpose(3, 4)
-    q = q.reshape(batch, heads, rows * columns, down * across, channels)
-    if mask is not None:
-        mask = mask.unflatten(1, (height, width))
-        if padded:
-            mask = F.pad(mask, (0, right, 0, below))
-        mask = mask.reshape(-1, rows, down, columns, across).transpose(2, 3)
-        mask = mask.reshape(-1, rows * columns, down * across)
-    return q, mask, (rows, columns)
-
-
-def _is_positive(amount: int) -> bool:
-    # A symbolic size under torch.export may be padded by 0 without harm; asking for its value would fix
-    # the exported program to it.
-    return not isinstance(amount, int) or amount > 0
+def _mask_windows(mask: Tensor, grid: tuple[int, int], window: tuple[int, int]) -> Tensor:
+    """Mask (batch, tokens) by window: (batch, m, window). What fills a window up at the border is masked."""
+    return windows(mask[:, None, :, None], grid, window)[:, 0, :, :, 0]
 
 
 def _smaller(a: int, b: int) -> int:

@@ -13,6 +13,16 @@ LOW_SCALE = tl.constexpr(2048.0)
 
 
 @triton.jit
+def part_and_head(parts):
+    """Which part of which head this program does; a head's parts are neighbours.
+
+    Both along the grid's first axis: the others end at 65,535.
+    """
+    program = tl.program_id(0)
+    return program % parts, (program // parts).to(tl.int64)
+
+
+@triton.jit
 def load_rows(p_rows, stride, offs_n, present, width, BLOCK: tl.constexpr):
     """Rows (N, BLOCK) of a token tensor, 0 where ``present`` is False or beyond ``width``."""
     offs = tl.arange(0, BLOCK)
@@ -30,12 +40,12 @@ def store_rows(p_rows, stride, offs_n, present, width, b_rows, BLOCK: tl.constex
 
 
 @triton.jit
-def present_landmarks(p_mask, batch, m, BLOCK_M: tl.constexpr, HAS_MASK: tl.constexpr):
+def present_landmarks(p_mask, m, BLOCK_M: tl.constexpr, HAS_MASK: tl.constexpr):
     """(M,) bool: the landmark exists and takes part."""
     offs_m = tl.arange(0, BLOCK_M)
     present = offs_m < m
     if HAS_MASK:
-        present = present & (tl.load(p_mask + batch * m + offs_m, mask=present, other=0) != 0)
+        present = present & (tl.load(p_mask + offs_m, mask=present, other=0) != 0)
     return present
 
 

@@ -2,7 +2,9 @@
 
 Forward, long inputs: collect (U = P V, in parts), mixing (inverse, U, W = Y' U), spread (X = R W).
 Backward: collect (dW = R^T G, in parts), mixing_backward (W, dU, the inverse's part of dL),
-spread_backward (dQ, dV, the tokens' parts of dL), a sum of the parts. Short inputs: one kernel each way.
+spread_backward (dQ, dK, dV, dL). Short inputs: one kernel each way. Landmarks that do not fit a program go
+tile by tile, and the backward then takes two passes more: spread_wide_backward (dQ, dV; again for keys of
+their own) and spread_backward for dL alone.
 """
 
 import functools
@@ -18,10 +20,13 @@ from softfree.ops.chunked import token_tensor
 from softfree.ops.kernels.mixing import mixing_backward_kernel, mixing_kernel
 from softfree.ops.kernels.short import short_backward_kernel, short_forward_kernel
 from softfree.ops.kernels.tokens import collect_kernel, spread_backward_kernel, spread_kernel
+from softfree.ops.kernels.wide import spread_wide_backward_kernel, spread_wide_kernel
 
 MAX_CHANNELS = 128
-MAX_LANDMARKS = 256
-MAX_FUSED_LANDMARKS = 128  # beyond, the m x m part is batched matrix products
+# Beyond, the m x m part is batched matrix products; before Hopper its float32 matrices do not fit the chip.
+MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
+MAX_LANDMARKS_AT_ONCE = 256  # in a program of a token pass
+LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
 MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
 # One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
 # With more heads the token passes of their own keep more programs on a processor.
@@ -29,24 +34,24 @@ ONE_LAUNCH = ((1024, 1), (256, 4))
 
 
 class Tile(NamedTuple):
-    """Tokens of a tile, warps of a program, software pipeline depth."""
+    """Tokens of a tile, warps of a program, software pipeline depth, programs for each processor."""
 
     tokens: int
     warps: int
     stages: int
+    programs: int = 2
 
 
 # By the block of landmarks and whether inputs are 16 bits wide; tuned on an NVIDIA H200 at d = 32.
 TILES = {
-    "collect": {(64, True): Tile(128, 4, 3)},
-    "spread": {(64, True): Tile(64, 4, 3)},
+    "collect": {(64, True): Tile(128, 4, 3, 3)},
+    "spread": {(64, True): Tile(64, 4, 3, 4)},
     "spread_backward": {(64, True): Tile(64, 4, 3)},
     "short_forward": {(64, True): Tile(64, 4, 2)},
     "short_backward": {(64, True): Tile(64, 4, 2)},
     "mixing": {(64, True): Tile(0, 4, 3)},
     "mixing_backward": {(64, True): Tile(0, 4, 3)},
 }
-PROGRAMS_PER_PROCESSOR = 2
 # Kernels with m x m products are compiled as for Ampere, whose matrix instructions take their operands from
 # registers: as for Hopper, some of them read their operands from the wrong place in shared memory.
 AMPERE = {} if triton.knobs.runtime.interpret else {"arch": "sm80"}
@@ -57,6 +62,8 @@ def _tile(kernel: str, shape: "_Shape") -> Tile:
     if tuned is not None and shape.block_d <= 64 and shape.block_c <= 64 and shape.hopper:
         return tuned
     wide = shape.block_m > 64 or max(shape.block_d, shape.block_c) > 64
+    if shape.tiles > 1 and not kernel.startswith("mixing"):
+        return Tile(32, 8, 1) if shape.hopper else Tile(16, 4, 1)
     if not shape.hopper and kernel == "spread_backward":
         return Tile(32, 4, 2)  # else registers spill
     return Tile(32 if wide else 64, 8 if wide else 4, 1 if wide else 2)
@@ -71,6 +78,7 @@ class _Shape(NamedTuple):
     block_m: int
     block_d: int
     block_c: int
+    tile_m: int  # landmarks that a program of a token pass holds
     half: bool  # inputs of 16 bits
     hopper: bool
 
@@ -80,11 +88,28 @@ class _Shape(NamedTuple):
         d_v = v.shape[3]
         half = q.dtype.itemsize == 2
         blocks = _block(m), _block(d), _block(d_v)
-        return cls(batch, heads, m, d, d_v, *blocks, half, is_hopper(q.device))
+        hopper = is_hopper(q.device)
+        fits = _fits(q, blocks[0], max(blocks[1:]))
+        tile_m = blocks[0] if fits else LANDMARK_TILE[_generation(hopper)]
+        return cls(batch, heads, m, d, d_v, *blocks, tile_m, half, hopper)
 
     @property
     def rows(self) -> int:
         return self.batch * self.heads
+
+    @property
+    def fused(self) -> bool:
+        """Whether one program does the m x m part."""
+        return self.m <= MAX_FUSED_LANDMARKS[_generation(self.hopper)]
+
+    @property
+    def tiles(self) -> int:
+        """Of landmarks, in a token pass."""
+        return triton.cdiv(self.m, self.tile_m)
+
+
+def _generation(hopper: bool) -> str:
+    return "Hopper" if hopper else "before"
 
 
 def _block(length: int) -> int:
@@ -97,20 +122,16 @@ def unsupported(q: Tensor, v: Tensor, landmarks: Tensor) -> str | None:
         return f"they need a CUDA device, got {q.device}"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"they take float16, bfloat16 and float32, got {q.dtype}"
-    channels, m = max(q.shape[3], v.shape[3]), landmarks.shape[2]
+    channels = max(q.shape[3], v.shape[3])
     if channels > MAX_CHANNELS:
         return f"they take up to {MAX_CHANNELS} channels a head, got {channels}"
-    if m > MAX_LANDMARKS:
-        return f"they take up to {MAX_LANDMARKS} landmarks, got {m}"
-    if not _fits(q, _block(m), _block(channels)):
-        return f"{m} landmarks of {channels} channels in {q.dtype} exceed this GPU's shared memory"
     return None
 
 
 def _fits(q: Tensor, block_m: int, block: int) -> bool:
-    """Whether a program's blocks fit its shared memory, by what the compiler reports it needs."""
-    if q.device.type != "cuda":
-        return True
+    """Whether a program of a token pass can hold all landmarks, by what the compiler reports it needs."""
+    if block_m > MAX_LANDMARKS_AT_ONCE:
+        return False
     hopper = is_hopper(q.device)
     if q.dtype == torch.bfloat16:
         return block_m * block <= (128 * 128 if hopper else 64 * 64)
@@ -166,13 +187,13 @@ def forward(
         return x, inverse, u
     parts = _collect(keys, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
     w = torch.empty_like(u)
-    if shape.m <= MAX_FUSED_LANDMARKS:
+    if shape.fused:
         mixing_kernel[(shape.rows,)](
             landmarks, _or(landmark_mask, q), parts, inverse, u, w,
             shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
             BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-            PARTS=_parts_at_once(parts.shape[1], shape), HAS_LANDMARK_MASK=landmark_mask is not None,
-            FLOAT32=flags["FLOAT32"], **newton,
+            PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
+            HAS_LANDMARK_MASK=landmark_mask is not None, FLOAT32=flags["FLOAT32"], **newton,
             num_warps=_tile("mixing", shape).warps, **AMPERE,
         )  # fmt: skip
     else:
@@ -183,14 +204,22 @@ def forward(
         )  # fmt: skip
         w = torch_mixing.mixing_matrix(a, inverse, normalize) @ u
     tile = _tile("spread", shape)
-    stretches, stretch = _deal(n, tile.tokens, shape.rows, q)
-    spread_kernel[(stretches, shape.rows)](
-        q, landmarks, _or(landmark_mask, q), w, x,
-        shape.heads, n, shape.m, shape.d, shape.d_v, stretch, *_strides(q), *_strides(x), log2_scale,
-        BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+    tensors = (q, landmarks, _or(landmark_mask, q), w, x)
+    sizes = (shape.heads, n, shape.m, shape.d, shape.d_v)
+    options = dict(
+        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
         HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if shape.tiles > 1:
+        spread_wide_kernel[(shape.rows * triton.cdiv(n, tile.tokens),)](
+            *tensors, *sizes, *_strides(q), *_strides(x), log2_scale, **options
+        )
+    else:
+        count, stretch = _deal(n, tile, shape.rows, q)
+        spread_kernel[(shape.rows * count,)](
+            *tensors, *sizes, count, stretch, *_strides(q), *_strides(x), log2_scale, **options
+        )
     return x, inverse, u
 
 
@@ -224,30 +253,32 @@ def backward(
     blocks = dict(BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c)
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
     n, n_k = q.shape[2], keys.shape[2]
+    tensors = (grad, q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q))
+    outputs = (grad_q, into, grad_v)
+    sizes = (shape.heads, n, n_k, shape.m, shape.d, shape.d_v)
+    strides = [stride for t in (grad, q, keys, v, *outputs) for stride in _strides(t)]
     if _one_launch(max(n, n_k), shape, q):
         tile = _tile("short_backward", shape)
         short_backward_kernel[(shape.rows,)](
-            grad, q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), inverse, u,
-            grad_q, into, grad_v, grad_landmarks,
-            shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
-            *_strides(grad), *_strides(q), *_strides(keys), *_strides(v),
-            *_strides(grad_q), *_strides(into), *_strides(grad_v), scale, log2_scale,
+            *tensors, inverse, u, *outputs, grad_landmarks, *sizes, *strides, scale, log2_scale,
             BLOCK_N=tile.tokens, CROSS=k is not None, NORMALIZE=normalize,
             **blocks, **masks, **flags, num_warps=tile.warps, num_stages=tile.stages, **AMPERE,
         )  # fmt: skip
         return grad_q, grad_k, grad_v, grad_landmarks
     parts = _collect(q, grad, landmarks, None, landmark_mask, log2_scale, shape, flags)
     tile = _tile("spread_backward", shape)
-    stretches, stretch = _deal(n, tile.tokens, shape.rows, q)
-    key_stretches, key_stretch = (0, 0) if k is None else _deal(n_k, tile.tokens, shape.rows, q)
-    dl_parts = 1 + stretches + key_stretches
-    dl = u.new_empty(shape.rows, dl_parts, shape.m, shape.d)
-    if shape.m <= MAX_FUSED_LANDMARKS:
+    stretches, stretch = _deal(n, tile, shape.rows, q)
+    key_stretches, key_stretch = (0, 0) if k is None else _deal(n_k, tile, shape.rows, q)
+    dl_parts = stretches + key_stretches
+    dl = u.new_empty(shape.rows, 1 + dl_parts, shape.m, shape.d)
+    done = torch.empty((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
+    if shape.fused:
         w, du = torch.empty_like(u), torch.empty_like(u)
         mixing_backward_kernel[(shape.rows,)](
-            landmarks, _or(landmark_mask, q), parts, inverse, u, w, du, dl,
-            shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], dl_parts, scale,
-            PARTS=_parts_at_once(parts.shape[1], shape), HAS_LANDMARK_MASK=landmark_mask is not None,
+            landmarks, _or(landmark_mask, q), parts, inverse, u, w, du, dl, done,
+            shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], 1 + dl_parts, shape.tiles, scale,
+            PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
+            HAS_LANDMARK_MASK=landmark_mask is not None,
             NORMALIZE=normalize, FLOAT32=flags["FLOAT32"], **blocks,
             num_warps=_tile("mixing_backward", shape).warps, **AMPERE,
         )  # fmt: skip
@@ -259,20 +290,29 @@ def backward(
             scale=scale, normalize=normalize,
         )  # fmt: skip
         dl[:, 0] = through_inverse.flatten(0, 1)
-    roles = [(q, grad_q, n, 1, stretches, stretch, True, k is None)]
-    if k is not None:
-        roles.append((keys, grad_k, n_k, 1 + stretches, key_stretches, key_stretch, False, True))
-    for tokens, out, length, first, count, reach, as_queries, as_keys in roles:
-        spread_backward_kernel[(count, shape.rows)](
-            tokens, grad, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), w, du,
-            out, grad_v, dl, shape.heads, length, shape.m, shape.d, shape.d_v, dl_parts, first, reach,
-            *_strides(tokens), *_strides(grad), *_strides(v), *_strides(out), *_strides(grad_v),
-            scale, log2_scale, BLOCK_N=tile.tokens, QUERIES=as_queries, KEYS=as_keys,
-            HAS_KEY_MASK=key_mask is not None and as_keys,
-            HAS_LANDMARK_MASK=landmark_mask is not None, **blocks, **flags,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-    grad_landmarks.copy_(dl.sum(1).view_as(grad_landmarks))
+        done.zero_()
+    options = blocks | flags | dict(
+        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, HAS_LANDMARK_MASK=landmark_mask is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if shape.tiles > 1:
+        roles = [(q, grad_q, n, True, k is None)]
+        if k is not None:
+            roles.append((keys, grad_k, n_k, False, True))
+        for tokens, out, length, as_queries, as_keys in roles:
+            strides_here = [s for t in (tokens, grad, v, out, grad_v) for s in _strides(t)]
+            spread_wide_backward_kernel[(shape.rows * triton.cdiv(length, tile.tokens),)](
+                tokens, grad, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), w, du, out, grad_v,
+                shape.heads, length, shape.m, shape.d, shape.d_v, *strides_here, scale, log2_scale,
+                QUERIES=as_queries, KEYS=as_keys, HAS_KEY_MASK=key_mask is not None and as_keys,
+                **options,
+            )  # fmt: skip
+    spread_backward_kernel[(shape.rows * dl_parts, shape.tiles)](
+        *tensors, w, du, *outputs, dl, done, grad_landmarks,
+        *sizes, dl_parts, stretches, stretch, key_stretch, *strides, scale, log2_scale,
+        PARTS=_parts_at_once(1 + dl_parts, shape.tile_m, shape.block_d), CROSS=k is not None,
+        WRITE=shape.tiles == 1, HAS_KEY_MASK=key_mask is not None, **options,
+    )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_landmarks
 
 
@@ -289,15 +329,15 @@ def _collect(
     """Parts (batch * heads, parts, m, d_v) of ``sum_j kappa(L, T_j) X_j``."""
     tile = _tile("collect", shape)
     n = tokens.shape[2]
-    count, stretch = _deal(n, tile.tokens, shape.rows, tokens)
+    count, stretch = _deal(n, tile, shape.rows, tokens)
     parts = torch.empty(
         (shape.rows, count, shape.m, shape.d_v), dtype=torch.float32, device=tokens.device
     )
-    collect_kernel[(count, shape.rows)](
+    collect_kernel[(shape.rows * count, shape.tiles)](
         tokens, values, landmarks, _or(key_mask, tokens), _or(landmark_mask, tokens), parts,
         shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
         *_strides(tokens), *_strides(values), log2_scale,
-        BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
         HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -307,18 +347,15 @@ def _collect(
 def _one_launch(n: int, shape: _Shape, like: Tensor) -> bool:
     """Whether one kernel does all: few tokens a head, and few heads."""
     count = processors(like.device)
-    return shape.m <= MAX_FUSED_LANDMARKS and any(
-        n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH
-    )
+    fits = shape.tiles == 1 and shape.fused
+    return fits and any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
 
 
-def _deal(n: int, tile: int, rows: int, like: Tensor) -> tuple[int, int]:
+def _deal(n: int, tile: Tile, rows: int, like: Tensor) -> tuple[int, int]:
     """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
-    tiles = triton.cdiv(n, tile)
-    programs = max(
-        1, min(tiles, triton.cdiv(PROGRAMS_PER_PROCESSOR * processors(like.device), rows))
-    )
-    stretch = triton.cdiv(tiles, programs) * tile
+    tiles = triton.cdiv(n, tile.tokens)
+    wanted = triton.cdiv(tile.programs * processors(like.device), rows)
+    stretch = triton.cdiv(tiles, min(tiles, wanted)) * tile.tokens
     return triton.cdiv(n, stretch), stretch
 
 
@@ -335,11 +372,9 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _parts_at_once(parts: int, shape: _Shape) -> int:
+def _parts_at_once(parts: int, rows: int, columns: int) -> int:
     """How many parts of a sum a program loads together: as many as there are, while registers last."""
-    return min(
-        triton.next_power_of_2(parts), max(1, 4 * 64 * 32 // (shape.block_m * shape.block_c))
-    )
+    return min(triton.next_power_of_2(parts), max(1, 4 * 64 * 32 // (rows * columns)))
 
 
 def _small(landmarks: Tensor, shape: _Shape, width: int) -> Tensor:

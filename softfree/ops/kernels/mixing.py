@@ -98,9 +98,10 @@ def normalizer(b_a, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def sum_parts(
-    p_parts, m, width, parts, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):
-    """Sum of ``parts`` blocks (m, width), float32, in a fixed order: (M, BLOCK)."""
+    p_parts, m, width, parts, stride,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Sum of ``parts`` blocks (m, width), float32, ``stride`` apart, in a fixed order: (M, BLOCK)."""
     offs_m = tl.arange(0, BLOCK_M)
     offs = tl.arange(0, BLOCK)
     offs_part = tl.arange(0, PARTS)
@@ -110,7 +111,7 @@ def sum_parts(
     for first in range(0, parts, PARTS):
         offs_p = (first + offs_part)[:, None, None]
         b_sum += tl.sum(
-            tl.load(p_tile + offs_p * (m * width), mask=inside & (offs_p < parts), other=0.0), 0
+            tl.load(p_tile + offs_p * stride, mask=inside & (offs_p < parts), other=0.0), 0
         )
     return b_sum
 
@@ -144,12 +145,14 @@ def mixing_kernel(
     """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, U and W = Y' U."""
     head = tl.program_id(0).to(tl.int64)
     p_l += head * m * d
-    b_present = present_landmarks(p_landmark_mask, head // heads, m, BLOCK_M, HAS_LANDMARK_MASK)
+    p_landmark_mask += (head // heads) * m
+    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
-    b_u = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
+    p_parts += head * parts * m * d_v
+    b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
     store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
     b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
@@ -180,19 +183,24 @@ def mixing_gradient(
 
 @triton.jit
 def mixing_backward_kernel(
-    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_du, p_dl,
-    heads, m, d, d_v, parts, dl_parts, scale,
+    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_du, p_dl, p_done,
+    heads, m, d, d_v, parts, dl_parts, tiles, scale,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads the parts of dW; writes W, dU and, as part 0, the gradient of L."""
+    """Grid (batch * heads,). Reads the parts of dW; writes W, dU and, as part 0, the gradient of L.
+
+    Also sets the head's counters to 0, by which the next pass knows that all parts of dL are there.
+    """
     head = tl.program_id(0).to(tl.int64)
     p_l += head * m * d
-    b_present = present_landmarks(p_landmark_mask, head // heads, m, BLOCK_M, HAS_LANDMARK_MASK)
+    p_landmark_mask += (head // heads) * m
+    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_y = load_small(p_inverse + head * m * m, m, m, BLOCK_M, BLOCK_M)
     b_u = load_small(p_u + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C)
-    b_dw = sum_parts(p_parts + head * parts * m * d_v, m, d_v, parts, BLOCK_M, BLOCK_C, PARTS)
+    p_parts += head * parts * m * d_v
+    b_dw = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
     b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
     b_l = tl.where(b_present[:, None], b_l, 0.0)
     b_w, b_du, b_dl = mixing_gradient(
@@ -201,3 +209,5 @@ def mixing_backward_kernel(
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
     store_small(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C)
     store_small(p_dl + head * dl_parts * m * d, b_dl, m, d, BLOCK_M, BLOCK_D)
+    offs_tile = tl.arange(0, BLOCK_M)
+    tl.store(p_done + head * tiles + offs_tile, 0, mask=offs_tile < tiles)

@@ -37,13 +37,14 @@ def short_forward_kernel(
     batch = head // heads
     column = head % heads
     p_l += head * m * d
-    b_present = present_landmarks(p_landmark_mask, batch, m, BLOCK_M, HAS_LANDMARK_MASK)
+    p_landmark_mask += batch * m
+    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
     b_l, b_centre, b_bias, _ = load_landmarks(
-        p_l, p_landmark_mask, batch, m, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32
+        p_l, p_landmark_mask, m, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32
     )
     b_u = collect_tokens(
         p_k + batch * k_batch + column * k_head, p_v + batch * v_batch + column * v_head,
@@ -85,8 +86,9 @@ def short_backward_kernel(
     p_dq += batch * dq_batch + column * dq_head
     p_dk += batch * dk_batch + column * dk_head
     p_dv += batch * dv_batch + column * dv_head
+    p_landmark_mask += batch * m
     b_l, b_centre, b_bias, b_present = load_landmarks(
-        p_l, p_landmark_mask, batch, m, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32
+        p_l, p_landmark_mask, m, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32
     )
     b_dw = collect_tokens(
         p_q, p_g, p_key_mask, batch, n, d, d_v, q_stride, g_stride, 0, n,
@@ -107,7 +109,7 @@ def short_backward_kernel(
         p_q, p_g, p_v, p_dq, p_dv, p_key_mask, batch, n, d, d_v,
         q_stride, g_stride, v_stride, dq_stride, dv_stride, 0, n,
         b_l, b_centre, b_bias, b_w, b_du, scale, log2_scale,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, True, not CROSS, HAS_KEY_MASK and not CROSS, FLOAT32,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, True, not CROSS, True, HAS_KEY_MASK and not CROSS, FLOAT32,
         PRECISION,
     )  # fmt: skip
     if CROSS:
@@ -115,6 +117,6 @@ def short_backward_kernel(
             p_k, p_g, p_v, p_dk, p_dv, p_key_mask, batch, n_k, d, d_v,
             k_stride, g_stride, v_stride, dk_stride, dv_stride, 0, n_k,
             b_l, b_centre, b_bias, b_w, b_du, scale, log2_scale,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, HAS_KEY_MASK, FLOAT32, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, True, HAS_KEY_MASK, FLOAT32, PRECISION,
         )  # fmt: skip
     store_small(p_dl + head * m * d, b_dl.to(p_dl.dtype.element_ty), m, d, BLOCK_M, BLOCK_D)

@@ -2,10 +2,11 @@
 
     collect          sum_j kappa(L, T_j) X_j: U = P V going forward, dW = R^T G going back
     spread           X = R W
-    spread_backward  from G, V, W and dU to dQ, dV and the parts of dL
+    spread_backward  from G, V, W and dU to dQ, dK, dV and dL
 
 A head's tokens are dealt out to several programs in stretches, each of which gives one part of a sum; the
-parts are added up in a fixed order, so results repeat to the bit.
+parts are added up in a fixed order, so results repeat to the bit. A program holds all landmarks of its head,
+or a tile of them where :mod:`softfree.ops.kernels.wide` has the passes that need all.
 """
 
 import triton
@@ -17,23 +18,24 @@ from softfree.ops.kernels.common import (
     kernel_of_landmarks,
     kernel_of_tokens,
     load_rows,
+    part_and_head,
     prepare_landmarks,
     present_keys,
     present_landmarks,
     product,
     store_rows,
 )
-from softfree.ops.kernels.mixing import load_small, store_small
+from softfree.ops.kernels.mixing import load_small, store_small, sum_parts
 
 
 @triton.jit
 def load_landmarks(
-    p_l, p_landmark_mask, batch, m, d, log2_scale,
+    p_l, p_landmark_mask, m, d, log2_scale,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Prepared landmarks of one head: (M, D), centre (D,), bias (M,), present (M,)."""
-    b_present = present_landmarks(p_landmark_mask, batch, m, BLOCK_M, HAS_LANDMARK_MASK)
+    """Prepared landmarks of one head, or a tile of them: (M, D), centre (D,), bias (M,), present (M,)."""
+    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
     offs_m = tl.arange(0, BLOCK_M)
     b_l = load_rows(p_l, d, offs_m, b_present, d, BLOCK_D)
     b_l, b_centre, b_bias = prepare_landmarks(b_l, b_present, log2_scale, FLOAT32)
@@ -82,15 +84,15 @@ def collect_kernel(
     HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts, batch * heads). Reads tokens and values; writes its part (m, d_v) of the sum."""
-    part = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    """Grid (batch * heads * parts, landmark tiles). Reads tokens and values; writes its part of the sum."""
+    part, head = part_and_head(parts)
+    first_landmark = tl.program_id(1) * BLOCK_M
     batch = head // heads
     p_t += batch * t_batch + (head % heads) * t_head
     p_x += batch * x_batch + (head % heads) * x_head
     b_l, b_centre, b_bias, _ = load_landmarks(
-        p_l + head * m * d, p_landmark_mask, batch, m, d, log2_scale,
-        BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
+        p_l + (head * m + first_landmark) * d, p_landmark_mask + batch * m + first_landmark,
+        m - first_landmark, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
     )  # fmt: skip
     first = part * stretch
     b_sum = collect_tokens(
@@ -98,7 +100,8 @@ def collect_kernel(
         first, tl.minimum(first + stretch, n), b_l, b_centre, b_bias, log2_scale,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, HAS_KEY_MASK, FLOAT32, PRECISION,
     )  # fmt: skip
-    store_small(p_parts + (head * parts + part) * m * d_v, b_sum, m, d_v, BLOCK_M, BLOCK_C)
+    p_parts += ((head * parts + part) * m + first_landmark) * d_v
+    store_small(p_parts, b_sum, m - first_landmark, d_v, BLOCK_M, BLOCK_C)
 
 
 @triton.jit
@@ -128,22 +131,22 @@ def narrow(b_small, p_like):
 @triton.jit
 def spread_kernel(
     p_q, p_l, p_landmark_mask, p_w, p_x,
-    heads, n, m, d, d_v, stretch,
+    heads, n, m, d, d_v, parts, stretch,
     q_batch, q_head, q_stride, x_batch, x_head, x_stride, log2_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (stretches, batch * heads). Reads queries and W; writes the result."""
-    head = tl.program_id(1).to(tl.int64)
+    """Grid (batch * heads * parts,). Reads queries and W; writes the result."""
+    part, head = part_and_head(parts)
     batch = head // heads
     p_q += batch * q_batch + (head % heads) * q_head
     p_x += batch * x_batch + (head % heads) * x_head
     b_l, b_centre, b_bias, _ = load_landmarks(
-        p_l + head * m * d, p_landmark_mask, batch, m, d, log2_scale,
+        p_l + head * m * d, p_landmark_mask + batch * m, m, d, log2_scale,
         BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
     )  # fmt: skip
     b_w = narrow(load_small(p_w + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C), p_q)
-    first = tl.program_id(0) * stretch
+    first = part * stretch
     spread_tokens(
         p_q, p_x, d, d_v, q_stride, x_stride, first, tl.minimum(first + stretch, n),
         b_l, b_centre, b_bias, b_w, log2_scale, BLOCK_N, BLOCK_D, BLOCK_C, FLOAT32, PRECISION,
@@ -156,15 +159,14 @@ def spread_backward_tokens(
     t_stride, g_stride, v_stride, dt_stride, dv_stride, first, last,
     b_l, b_centre, b_bias, b_w, b_du, scale, log2_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_KEY_MASK: tl.constexpr, FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WRITE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dT (and dV for keys) of tokens first..last; return their part of dL (M, D).
+    """Return the part of dL (M, D) of tokens first..last; with ``WRITE``, write their dT (and dV for keys).
 
     ``E = R * (G W^T)`` for queries, ``P^T * (V dU^T)`` for keys, their sum where tokens are both;
-    ``dT = scale (E L - rowsum(E) T)``, ``dL = scale (E^T T - colsum(E) L)``. The row sums are of
-    E as rounded for the product: then its rounding acts on the differences L - T. The terms of dL cancel
-    with those through the inverse, so there E is kept to 16 bits.
+    ``dT = scale (E L - rowsum(E) T)``, ``dL = scale (E^T T - colsum(E) L)``. The terms of dL cancel with
+    those through the inverse, so there E is kept to 16 bits.
     """
     b_dl = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     b_columns = tl.zeros((BLOCK_M,), tl.float32)
@@ -174,10 +176,10 @@ def spread_backward_tokens(
         present = inside
         if HAS_KEY_MASK:
             present = present_keys(p_key_mask, batch, n, offs_n) & inside
+        taking_part = present
         if QUERIES:
-            b_t = load_tokens(p_t, t_stride, offs_n, inside, d, b_centre, BLOCK_D, FLOAT32)
-        else:
-            b_t = load_tokens(p_t, t_stride, offs_n, present, d, b_centre, BLOCK_D, FLOAT32)
+            taking_part = inside
+        b_t = load_tokens(p_t, t_stride, offs_n, taking_part, d, b_centre, BLOCK_D, FLOAT32)
         b_k = kernel_of_tokens(b_t, b_l, b_bias, log2_scale, PRECISION)
         b_e = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         if QUERIES:
@@ -186,17 +188,27 @@ def spread_backward_tokens(
         if KEYS:
             b_v = load_rows(p_v, v_stride, offs_n, present, d_v, BLOCK_C)
             b_e += like_product(b_v, tl.trans(b_du), PRECISION)
-            b_dv = product(tl.where(present[:, None], b_k, 0.0), b_du, PRECISION)
-            store_rows(p_dv, dv_stride, offs_n, inside, d_v, b_dv, BLOCK_C)
+            if WRITE:
+                b_dv = product(tl.where(present[:, None], b_k, 0.0), b_du, PRECISION)
+                store_rows(p_dv, dv_stride, offs_n, inside, d_v, b_dv, BLOCK_C)
         b_e = b_e * b_k
         b_columns += tl.sum(b_e, 0)
         b_dl += exact_product(tl.trans(b_e), b_t, PRECISION)
-        if b_l.dtype == tl.bfloat16:
-            b_e = cut_to_bfloat16(b_e, 0x8000)
-        b_rows = tl.sum(b_e, 1)
-        b_dt = product(b_e, b_l, PRECISION) - b_rows[:, None] * b_t.to(tl.float32)
-        store_rows(p_dt, dt_stride, offs_n, inside, d, scale * b_dt, BLOCK_D)
+        if WRITE:
+            b_dt = token_gradient(b_e, b_t, b_l, PRECISION)
+            store_rows(p_dt, dt_stride, offs_n, inside, d, scale * b_dt, BLOCK_D)
     return scale * (b_dl - b_columns[:, None] * b_l.to(tl.float32))
+
+
+@triton.jit
+def token_gradient(b_e, b_t, b_l, PRECISION: tl.constexpr):
+    """``E L - rowsum(E) T`` (N, D), the row sums of E as rounded for the product.
+
+    Then its rounding acts on the differences L - T.
+    """
+    if b_l.dtype == tl.bfloat16:
+        b_e = cut_to_bfloat16(b_e, 0x8000)
+    return product(b_e, b_l, PRECISION) - tl.sum(b_e, 1)[:, None] * b_t.to(tl.float32)
 
 
 @triton.jit
@@ -207,36 +219,63 @@ def like_product(b_a, b_b, PRECISION: tl.constexpr):
 
 @triton.jit
 def spread_backward_kernel(
-    p_t, p_g, p_v, p_l, p_key_mask, p_landmark_mask, p_w, p_du, p_dt, p_dv, p_dl,
-    heads, n, m, d, d_v, dl_parts, dl_first, stretch,
-    t_batch, t_head, t_stride, g_batch, g_head, g_stride, v_batch, v_head, v_stride,
-    dt_batch, dt_head, dt_stride, dv_batch, dv_head, dv_stride, scale, log2_scale,
+    p_g, p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_w, p_du,
+    p_dq, p_dk, p_dv, p_parts, p_done, p_dl,
+    heads, n, n_k, m, d, d_v, parts, query_parts, stretch, key_stretch,
+    g_batch, g_head, g_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
+    v_batch, v_head, v_stride, dq_batch, dq_head, dq_stride, dk_batch, dk_head, dk_stride,
+    dv_batch, dv_head, dv_stride, scale, log2_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    PARTS: tl.constexpr, CROSS: tl.constexpr, WRITE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (stretches, batch * heads). Reads tokens, G, V, W, dU; writes dT, dV and a part of dL."""
-    part = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    """Grid (batch * heads * parts, landmark tiles). Reads tokens, G, V, W, dU; writes dQ, dK, dV and dL.
+
+    Part 0 of dL is the inverse's; the program that finds all the others done adds them up.
+    """
+    part, head = part_and_head(parts)
+    tile = tl.program_id(1)
+    first_landmark = tile * BLOCK_M
+    left = m - first_landmark
     batch = head // heads
     column = head % heads
-    p_t += batch * t_batch + column * t_head
     p_g += batch * g_batch + column * g_head
     p_v += batch * v_batch + column * v_head
-    p_dt += batch * dt_batch + column * dt_head
     p_dv += batch * dv_batch + column * dv_head
+    row = head * m + first_landmark
     b_l, b_centre, b_bias, _ = load_landmarks(
-        p_l + head * m * d, p_landmark_mask, batch, m, d, log2_scale,
+        p_l + row * d, p_landmark_mask + batch * m + first_landmark, left, d, log2_scale,
         BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
     )  # fmt: skip
-    b_w = narrow(load_small(p_w + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C), p_t)
-    b_du = narrow(load_small(p_du + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C), p_t)
-    first = part * stretch
-    b_dl = spread_backward_tokens(
-        p_t, p_g, p_v, p_dt, p_dv, p_key_mask, batch, n, d, d_v,
-        t_stride, g_stride, v_stride, dt_stride, dv_stride, first, tl.minimum(first + stretch, n),
-        b_l, b_centre, b_bias, b_w, b_du, scale, log2_scale,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, QUERIES, KEYS, HAS_KEY_MASK, FLOAT32, PRECISION,
-    )  # fmt: skip
-    p_part = p_dl + (head * dl_parts + dl_first + part) * m * d
-    store_small(p_part, b_dl, m, d, BLOCK_M, BLOCK_D)
+    b_w = narrow(load_small(p_w + row * d_v, left, d_v, BLOCK_M, BLOCK_C), p_q)
+    b_du = narrow(load_small(p_du + row * d_v, left, d_v, BLOCK_M, BLOCK_C), p_q)
+    if part < query_parts:
+        first = part * stretch
+        b_dl = spread_backward_tokens(
+            p_q + batch * q_batch + column * q_head, p_g, p_v,
+            p_dq + batch * dq_batch + column * dq_head, p_dv, p_key_mask, batch, n, d, d_v,
+            q_stride, g_stride, v_stride, dq_stride, dv_stride, first, tl.minimum(first + stretch, n),
+            b_l, b_centre, b_bias, b_w, b_du, scale, log2_scale,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, True, not CROSS, WRITE, HAS_KEY_MASK and not CROSS,
+            FLOAT32, PRECISION,
+        )  # fmt: skip
+    else:
+        b_dl = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        if CROSS:
+            first = (part - query_parts) * key_stretch
+            b_dl = spread_backward_tokens(
+                p_k + batch * k_batch + column * k_head, p_g, p_v,
+                p_dk + batch * dk_batch + column * dk_head, p_dv, p_key_mask, batch, n_k, d, d_v,
+                k_stride, g_stride, v_stride, dk_stride, dv_stride,
+                first, tl.minimum(first + key_stretch, n_k),
+                b_l, b_centre, b_bias, b_w, b_du, scale, log2_scale,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, WRITE, HAS_KEY_MASK,
+                FLOAT32, PRECISION,
+            )  # fmt: skip
+    p_parts += (head * (parts + 1) * m + first_landmark) * d
+    store_small(p_parts + (1 + part) * m * d, b_dl, left, d, BLOCK_M, BLOCK_D)
+    tl.debug_barrier()  # all threads have stored before one of them counts the program as done
+    done = tl.atomic_add(p_done + head * tl.num_programs(1) + tile, 1)
+    if done == parts - 1:
+        b_dl = sum_parts(p_parts, left, d, parts + 1, m * d, BLOCK_M, BLOCK_D, PARTS)
+        store_small(p_dl + row * d, b_dl.to(p_dl.dtype.element_ty), left, d, BLOCK_M, BLOCK_D)

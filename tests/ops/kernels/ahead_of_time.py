@@ -4,6 +4,7 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
 
     python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}'
 
+or, for the window product, with {"dtype": "bfloat16", "stride": 8, "d": 32}.
 It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
 """
 
@@ -20,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from softfree.ops import window_product
 from softfree.ops.kernels import launch
 
 TYPES = {
@@ -27,6 +29,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.uint8: "*u8",
+    torch.int32: "*i32",
 }
 ARCHITECTURE = 90
 
@@ -91,12 +94,24 @@ def assembled(ptx: str) -> tuple[int, int]:
     return int(re.search(r"Used (\d+) registers", log).group(1)), spilled
 
 
+def compile_window_product(dtype: torch.dtype, stride: int, d: int) -> None:
+    """At a side that the stride divides, enough windows for the tiles of a large batch."""
+    side = 7 * stride
+    q = torch.zeros(2, 2, side * side, d, dtype=dtype)
+    weight = torch.zeros(d, d, stride, stride)
+    out = window_product._forward(q, weight, side, side)
+    window_product._backward(out, q, weight, side, side)
+
+
 def main(settings: dict) -> None:
     global ARCHITECTURE
     ARCHITECTURE = settings.pop("architecture", ARCHITECTURE)
     JITFunction.run = compile_instead
     launch.is_hopper = lambda device: ARCHITECTURE >= 90
     dtype = getattr(torch, settings.get("dtype", "bfloat16"))
+    if "stride" in settings:
+        compile_window_product(dtype, settings["stride"], settings["d"])
+        return
     n, m, d = settings["n"], settings["m"], settings["d"]
     d_v = settings.get("d_v", d)
     cross = settings.get("cross", False)

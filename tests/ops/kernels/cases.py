@@ -35,6 +35,9 @@ SMALL = {
     "cross": Case(21, 5, 16, n_k=50, d_v=24, key_mask=True, normalize=False, start="scaled"),
     "ridge": Case(40, 9, 8, normalize=False, start="scaled", ridge=0.01),
     "many steps": Case(20, 3, 8, iterations=40),
+    "landmarks in tiles": Case(45, 40, 40, key_mask=True, landmark_mask=True),
+    "landmarks in tiles, cross": Case(33, 50, 48, n_k=21, d_v=20, key_mask=True),
+    "more landmarks than one inverse takes": Case(150, 140, 8, batch=1),
 }
 LARGE = {
     "stage 1": Case(3136, 49, 32),
@@ -45,6 +48,10 @@ LARGE = {
     "cross": Case(2000, 7, 16, n_k=1500, d_v=24, key_mask=True),
     "long, masked": Case(20000, 49, 32, key_mask=True, batch=1),
     "few landmarks": Case(1500, 3, 32),
+    "many heads": Case(40, 6, 16, batch=35000, key_mask=True),
+    "wide": Case(1000, 128, 128),
+    "wider": Case(1000, 256, 128, batch=1, landmark_mask=True),
+    "many landmarks": Case(2000, 500, 32, batch=1),
 }
 
 

@@ -31,6 +31,7 @@ def main() -> None:
     launch.token_tensor = poisoned(launch.token_tensor)
     for path, tokens in (("one launch", 1024), ("three launches", 0)):
         launch.ONE_LAUNCH = ((tokens, 1000),)
+        launch.processors = lambda device: 6  # several programs a head, so that parts are added up
         for name, case in cases.SMALL.items():
             for dtype in (torch.float32, torch.float16):
                 found = cases.errors(case, dtype, "cpu")

@@ -59,7 +59,19 @@ def test_kernels_compile_and_fit_the_chip(architecture, n):
     shared_memory = {80: 163 * 1024, 90: 227 * 1024}[architecture]
     for kernel in kernels:
         assert kernel["shared"] <= shared_memory, kernel
-        # The passes over the tokens must not spill (8 bytes outside the loop on sm_80 do no harm); the
-        # m x m part, once a head, may.
+        # The passes over the tokens must not spill (on sm_80 a few numbers that wait for the end of the loop
+        # do no harm); the m x m part, once a head, may.
         token_pass = kernel["name"] in {"collect_kernel", "spread_kernel", "spread_backward_kernel"}
-        assert kernel["spilled"] <= (8 if token_pass else 1024), kernel
+        allowed = {80: 128, 90: 0}[architecture] if token_pass else 1024
+        assert kernel["spilled"] <= allowed, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_landmarks_in_tiles_fit_the_chip(architecture):
+    settings = {"architecture": architecture, "n": 500, "m": 100, "d": 128, "dtype": "float32"}
+    kernels = run("ahead_of_time.py", json.dumps(settings))
+    assert "spread_wide_backward_kernel" in {kernel["name"] for kernel in kernels}
+    shared_memory = {80: 99 * 1024, 90: 227 * 1024}[architecture]  # 99 KiB: all GPUs since Ampere
+    for kernel in kernels:
+        assert kernel["shared"] <= shared_memory, kernel
