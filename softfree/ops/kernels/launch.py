@@ -17,7 +17,11 @@ from torch import Tensor
 
 from softfree.ops import mixing as torch_mixing
 from softfree.ops.chunked import token_tensor
-from softfree.ops.kernels.mixing import mixing_backward_kernel, mixing_kernel
+from softfree.ops.kernels.mixing import (
+    mixing_backward_kernel,
+    mixing_in_memory_kernel,
+    mixing_kernel,
+)
 from softfree.ops.kernels.short import short_backward_kernel, short_forward_kernel
 from softfree.ops.kernels.tokens import collect_kernel, spread_backward_kernel, spread_kernel
 from softfree.ops.kernels.wide import spread_wide_backward_kernel, spread_wide_kernel
@@ -25,6 +29,7 @@ from softfree.ops.kernels.wide import spread_wide_backward_kernel, spread_wide_k
 MAX_CHANNELS = 128
 # Beyond, the m x m part is batched matrix products; before Hopper its float32 matrices do not fit the chip.
 MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
+MAX_LANDMARKS_IN_REGISTERS = 64  # of the inverse
 MAX_LANDMARKS_AT_ONCE = 256  # in a program of a token pass
 LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
 MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
@@ -186,16 +191,10 @@ def forward(
         )  # fmt: skip
         return x, inverse, u
     parts = _collect(keys, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
-    w = torch.empty_like(u)
     if shape.fused:
-        mixing_kernel[(shape.rows,)](
-            landmarks, _or(landmark_mask, q), parts, inverse, u, w,
-            shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
-            BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-            PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
-            HAS_LANDMARK_MASK=landmark_mask is not None, FLOAT32=flags["FLOAT32"], **newton,
-            num_warps=_tile("mixing", shape).warps, **AMPERE,
-        )  # fmt: skip
+        w = _mix(
+            parts, landmarks, landmark_mask, inverse, u, scale, iterations, ridge, shape, newton
+        )
     else:
         u = parts.sum(1).view_as(u)
         a, inverse = torch_mixing.invert_landmarks(
@@ -203,23 +202,7 @@ def forward(
             scale=scale, iterations=iterations, start=start, ridge=ridge,
         )  # fmt: skip
         w = torch_mixing.mixing_matrix(a, inverse, normalize) @ u
-    tile = _tile("spread", shape)
-    tensors = (q, landmarks, _or(landmark_mask, q), w, x)
-    sizes = (shape.heads, n, shape.m, shape.d, shape.d_v)
-    options = dict(
-        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-        HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    if shape.tiles > 1:
-        spread_wide_kernel[(shape.rows * triton.cdiv(n, tile.tokens),)](
-            *tensors, *sizes, *_strides(q), *_strides(x), log2_scale, **options
-        )
-    else:
-        count, stretch = _deal(n, tile, shape.rows, q)
-        spread_kernel[(shape.rows * count,)](
-            *tensors, *sizes, count, stretch, *_strides(q), *_strides(x), log2_scale, **options
-        )
+    _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
     return x, inverse, u
 
 
@@ -316,6 +299,67 @@ def backward(
     return grad_q, grad_k, grad_v, grad_landmarks
 
 
+def _mix(
+    parts: Tensor,
+    landmarks: Tensor,
+    landmark_mask: Tensor | None,
+    inverse: Tensor,
+    u: Tensor,
+    scale: float,
+    iterations: int,
+    ridge: float,
+    shape: _Shape,
+    newton: dict,
+) -> Tensor:
+    """Write the inverse and U; return W = Y' U."""
+    w = torch.empty_like(u)
+    tensors = (landmarks, _or(landmark_mask, landmarks), parts, inverse, u, w)
+    sizes = (shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge)
+    options = dict(
+        BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
+        HAS_LANDMARK_MASK=landmark_mask is not None, FLOAT32=landmarks.dtype == torch.float32,
+        **newton, num_warps=_tile("mixing", shape).warps, **AMPERE,
+    )  # fmt: skip
+    if shape.block_m <= MAX_LANDMARKS_IN_REGISTERS:
+        mixing_kernel[(shape.rows,)](*tensors, *sizes, **options)
+    else:
+        scratch = torch.empty((shape.rows, 3, shape.block_m, shape.block_m), device=u.device)
+        mixing_in_memory_kernel[(shape.rows,)](*tensors, scratch, *sizes, PANEL=32, **options)
+    return w
+
+
+def _spread(
+    q: Tensor,
+    landmarks: Tensor,
+    landmark_mask: Tensor | None,
+    w: Tensor,
+    x: Tensor,
+    log2_scale: float,
+    shape: _Shape,
+    flags: dict,
+) -> None:
+    """Write ``X = kappa(Q, L) W``."""
+    tile = _tile("spread", shape)
+    n = q.shape[2]
+    tensors = (q, landmarks, _or(landmark_mask, q), w, x)
+    sizes = (shape.heads, n, shape.m, shape.d, shape.d_v)
+    options = dict(
+        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if shape.tiles > 1:
+        spread_wide_kernel[(shape.rows * triton.cdiv(n, tile.tokens),)](
+            *tensors, *sizes, *_strides(q), *_strides(x), log2_scale, **options
+        )
+    else:
+        count, stretch = _deal(n, tile, shape.rows, q)
+        spread_kernel[(shape.rows * count,)](
+            *tensors, *sizes, count, stretch, *_strides(q), *_strides(x), log2_scale, **options
+        )
+
+
 def _collect(
     tokens: Tensor,
     values: Tensor,
@@ -347,7 +391,7 @@ def _collect(
 def _one_launch(n: int, shape: _Shape, like: Tensor) -> bool:
     """Whether one kernel does all: few tokens a head, and few heads."""
     count = processors(like.device)
-    fits = shape.tiles == 1 and shape.fused
+    fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS
     return fits and any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
 
 

@@ -55,19 +55,10 @@ def newton_inverse(
     offs_m = tl.arange(0, BLOCK_M)
     b_eye = offs_m[:, None] == offs_m[None, :]
     b_b = tl.where(b_eye, b_a + ridge, b_a)
-    norm = tl.max(tl.sum(b_a, 1), 0)
-    alpha = 2.0 / (norm * norm)
-    bound = tl.minimum(0.9 * alpha, 1.9 / ((norm + ridge) * (norm + ridge)))
+    reciprocal = 0.0
     if HALVING:
-        b_square = split_product(b_b, b_b, HALVES)
-        b_rows = tl.sum(b_square, 1)
-        b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 1)
-        reciprocal = tl.max(tl.maximum((b_rows - 2 * b_diagonal) * 100.0, b_rows / 2.01), 0)
-        halved = alpha
-        for _ in range(10):
-            halved = tl.where(halved * reciprocal > 1.0, 0.5 * halved, halved)
-        bound = tl.minimum(bound, halved)
-    b_y = bound * b_b
+        reciprocal = start_bound(split_product(b_b, b_b, HALVES), b_eye)
+    b_y = start_value(tl.max(tl.sum(b_a, 1), 0), ridge, reciprocal) * b_b
     remaining = BLOCK_M * 1.0
     for step in range(iterations):
         if remaining > CONVERGED:
@@ -78,6 +69,71 @@ def newton_inverse(
                 # just taken has squared them: below the bound, further steps would only round anew.
                 remaining = BLOCK_M - tl.sum(tl.sum(tl.where(b_eye, b_by, 0.0), 1), 0)
     return b_y
+
+
+@triton.jit
+def start_bound(b_square, b_eye):
+    """1 over the largest start value that rows of ``B^2`` allow; ``b_eye`` marks their diagonal."""
+    b_rows = tl.sum(b_square, 1)
+    b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 1)
+    return tl.max(tl.maximum((b_rows - 2 * b_diagonal) * 100.0, b_rows / 2.01), 0)
+
+
+@triton.jit
+def start_value(norm, ridge, reciprocal):
+    """The factor of B to begin with, by the norm of A; ``reciprocal`` 0 is the scaled start."""
+    alpha = 2.0 / (norm * norm)
+    halved = alpha
+    for _ in range(10):
+        halved = tl.where(halved * reciprocal > 1.0, 0.5 * halved, halved)
+    bound = tl.minimum(0.9 * alpha, 1.9 / ((norm + ridge) * (norm + ridge)))
+    return tl.minimum(bound, halved)
+
+
+@triton.jit
+def newton_inverse_in_memory(
+    b_a, p_b, p_y, p_by, iterations, ridge,
+    BLOCK_M: tl.constexpr, PANEL: tl.constexpr, HALVING: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """As :func:`newton_inverse` for matrices too large for the registers, into ``p_y`` (M, M).
+
+    B, Y and BY lie in memory, in fact in its cache. Products go by panels of PANEL rows. A panel of Y may
+    take its new value at once: the others' products read but their own rows of Y.
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    b_eye = offs_m[:, None] == offs_m[None, :]
+    offs = offs_m[:, None] * BLOCK_M + offs_m[None, :]
+    panel_offs = tl.arange(0, PANEL)[:, None] * BLOCK_M + offs_m[None, :]
+    tl.store(p_b + offs, tl.where(b_eye, b_a + ridge, b_a))
+    norm = tl.max(tl.sum(b_a, 1), 0)
+    tl.debug_barrier()
+    reciprocal = 0.0
+    if HALVING:
+        b_right = tl.load(p_b + offs)
+        for first in range(0, BLOCK_M, PANEL):
+            b_square = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, HALVES)
+            b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
+            reciprocal = tl.maximum(reciprocal, start_bound(b_square, b_diagonal))
+    bound = start_value(norm, ridge, reciprocal)
+    tl.store(p_y + offs, bound * tl.load(p_b + offs))
+    tl.debug_barrier()
+    remaining = BLOCK_M * 1.0
+    for _ in range(iterations):
+        if remaining > CONVERGED:
+            b_right = tl.load(p_y + offs)
+            remaining = BLOCK_M * 1.0
+            for first in range(0, BLOCK_M, PANEL):
+                b_by = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, HALVES)
+                tl.store(p_by + first * BLOCK_M + panel_offs, b_by)
+                b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
+                remaining -= tl.sum(tl.sum(tl.where(b_diagonal, b_by, 0.0), 1), 0)
+            tl.debug_barrier()
+            b_right = tl.load(p_by + offs)
+            for first in range(0, BLOCK_M, PANEL):
+                p_panel = p_y + first * BLOCK_M + panel_offs
+                b_y = tl.load(p_panel)
+                tl.store(p_panel, 2.0 * b_y - split_product(b_y, b_right, HALVES))
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -150,6 +206,36 @@ def mixing_kernel(
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
+    store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
+    p_parts += head * parts * m * d_v
+    b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
+    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
+    b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
+    store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
+
+
+@triton.jit
+def mixing_in_memory_kernel(
+    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_scratch,
+    heads, m, d, d_v, parts, scale, iterations, ridge,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
+    PANEL: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
+    HALVING: tl.constexpr, HALVES: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """As ``mixing_kernel`` for many landmarks, with three matrices (M, M) a head to work in."""
+    head = tl.program_id(0).to(tl.int64)
+    p_l += head * m * d
+    p_landmark_mask += (head // heads) * m
+    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
+    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    p_b = p_scratch + head * 3 * BLOCK_M * BLOCK_M
+    p_y = p_b + BLOCK_M * BLOCK_M
+    p_by = p_y + BLOCK_M * BLOCK_M
+    newton_inverse_in_memory(
+        b_a, p_b, p_y, p_by, iterations, ridge, BLOCK_M, PANEL, HALVING, HALVES
+    )
+    b_y = load_small(p_y, BLOCK_M, BLOCK_M, BLOCK_M, BLOCK_M)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
     p_parts += head * parts * m * d_v
     b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
