@@ -323,10 +323,10 @@ def fold_if_safe(network: nn.Module, img_size: int) -> str:
     return f"{count} batch norms folded"
 
 
-def relate(rows: Sequence[Throughput]) -> None:
+def relate(rows: Sequence[Any], kinds: Sequence[str] = ("train", "infer")) -> None:
     """Fill in the ratios to the first model."""
     for row in rows:
-        for kind in ("train", "infer"):
+        for kind in kinds:
             own = getattr(row, f"{kind}_img_per_s")
             first = getattr(rows[0], f"{kind}_img_per_s")
             if own is not None and first is not None:

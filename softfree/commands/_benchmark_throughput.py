@@ -41,6 +41,7 @@ def throughput(
     batch_size: int | None = None,
     img_size: int = 224,
     amp_dtype: str = "auto",
+    channels_last: bool = False,
     torchcompile: bool = False,
     device: str = "auto",
     seconds: float = 3.0,
@@ -58,6 +59,7 @@ def throughput(
         batch_size: images at a time; otherwise 4 on a CPU, 256 on a GPU.
         img_size: side of the square images.
         amp_dtype: autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU.
+        channels_last: keep images and maps with the channels last in memory.
         torchcompile: compile the models with torch.compile.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         seconds: time for each figure.
@@ -80,7 +82,7 @@ def throughput(
     check_output("--plot", plot)
     if plot is not None:
         check_plot(plot)
-    settings = Settings(batch, img_size, amp, "adamw", False, torchcompile, False)
+    settings = Settings(batch, img_size, amp, "adamw", channels_last, torchcompile, False)
 
     console = Console(highlight=False)
     rows: list[Throughput] = []

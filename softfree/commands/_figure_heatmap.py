@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import torch
 import tyro
 from PIL import Image
 
@@ -25,8 +26,12 @@ from softfree.commands._figure_common import (
 from softfree.commands.demo import choose_device
 
 COLOURS = "viridis"
-CELL = 2.3  # inches
-DISPLAY = 448  # pixels of a picture
+OPACITY = 0.75  # of a map over the photo
+DISPLAY = 336  # pixels of a picture: 56, 28, 14 and 7 tokens are whole squares of it
+SMALL = 512  # pixels of an image's side
+# Inches: a picture, the space around it, the heading's height, what the colour bar takes.
+CELL, GAP, MARGIN, HEADING = 2.0, 0.08, 0.1, 0.35
+BAR_WIDTH, BAR_LENGTH = 0.95, 4.5
 
 
 class Panel(NamedTuple):
@@ -70,6 +75,9 @@ def heatmap(
     check_img_size(img_size)
     check_positive("--heads", heads)
     where = choose_device(device)
+    if img_size is None or img_size <= SMALL:
+        # Threads gain little here, and on cores that are busy otherwise they wait seconds for each other.
+        torch.set_num_threads(1)
     point = None if query is None else parse_query(query)
     picture = load_photo(photo)
     point = point or (picture.width / 2, picture.height / 2)
@@ -152,46 +160,57 @@ def draw(
 ) -> Any:
     """The photo, then a group of maps for each layer: beside each other (``across``) or below."""
     longest = max(len(maps) for _, maps in groups)
-    rows, columns = (longest, len(groups) + 1) if across else (len(groups), longest + 1)
-    figure = new_figure(CELL * columns + 0.9, (CELL + (0.05 if across else 0.3)) * rows + 0.8)
-    figure.suptitle(heading)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for cell in axes.flat:
-        cell.set_axis_off()
+    rows, columns = (longest, len(groups)) if across else (len(groups), longest)
+    # Every place is known beforehand: a layout engine would draw the figure twice to find the same.
+    side, above, between = (0.3, 0.6, 0.0) if across else (0.45, 0.3, 0.3)
+    first = MARGIN + CELL + GAP + side  # left edge of the maps
+    width = first + columns * (CELL + GAP) + BAR_WIDTH
+    height = HEADING + above + rows * CELL + (rows - 1) * (between + GAP) + MARGIN
+    figure = new_figure(width, height, layout=None)
+    figure.suptitle(heading, y=1 - 0.5 * HEADING / height, va="center")
     point = (place[0] * DISPLAY, place[1] * DISPLAY)
-    photo = axes[0, 0]
-    photo.set_axis_on()
-    photo.set(xticks=[], yticks=[])
-    photo.imshow(square)
-    mark(photo, point, markersize=13)
-    photo.set_title("photo; + marks the patch", fontsize=9)
-    grey = np.asarray(square.convert("L"))
-    image = None
+
+    def show(picture: Image.Image, left: float, row: int, markersize: float) -> Any:
+        bottom = height - HEADING - above - CELL - row * (CELL + between + GAP)
+        box = (left / width, bottom / height, CELL / width, CELL / height)
+        cell = figure.add_axes(box, xticks=[], yticks=[])
+        cell.imshow(picture)
+        mark(cell, point, markersize)
+        return cell
+
+    show(square, MARGIN, 0, 13).set_title("photo; + marks the patch", fontsize=9)
+    grey = square.convert("L").convert("RGB")
     for group, (title, maps) in enumerate(groups):
         for number, panel in enumerate(maps):
-            cell = axes[number, group + 1] if across else axes[group, number + 1]
-            cell.set_axis_on()
-            cell.set(xticks=[], yticks=[])
-            cell.imshow(grey, cmap="gray", vmin=0, vmax=255)
-            image = cell.imshow(enlarge(panel.heat), cmap=COLOURS, vmin=0, vmax=1, alpha=0.75)
-            mark(cell, point, markersize=8)
-            if across and number == 0:
-                cell.set_title(title, fontsize=8)
-            if across and group == 0:
-                cell.set_ylabel(panel.title, fontsize=9)
-            if not across:
-                cell.set_title(panel.title, fontsize=9)
-                if number == 0:
-                    cell.set_ylabel(title, fontsize=8)
-    bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.01)
-    bar.set_label("attention, each map scaled to 0-1")
+            row, column = (number, group) if across else (group, number)
+            cell = show(paint(panel.heat, grey), first + column * (CELL + GAP), row, 8)
+            column_title, row_title = (title, panel.title) if across else (panel.title, title)
+            if row == 0 or not across:
+                cell.set_title(column_title, fontsize=8 if across else 9)
+            if column == 0:
+                cell.set_ylabel(row_title, fontsize=9 if across else 8)
+    add_bar(figure, width, height)
     return figure
 
 
-def enlarge(heat: np.ndarray) -> np.ndarray:
-    """A map at the picture's size, each token a flat square, so that none looks finer than it is."""
-    picture = Image.fromarray(heat.astype(np.float32))
-    return np.asarray(picture.resize((DISPLAY, DISPLAY), Image.Resampling.NEAREST))
+def paint(heat: np.ndarray, grey: Image.Image) -> Image.Image:
+    """A map over the grey photo, each token a flat square, so that none looks finer than it is."""
+    from matplotlib import colormaps
+
+    colours = Image.fromarray(colormaps[COLOURS](heat, bytes=True)[..., :3])
+    return Image.blend(grey, colours.resize(grey.size, Image.Resampling.NEAREST), OPACITY)
+
+
+def add_bar(figure: Any, width: float, height: float) -> None:
+    """What the colours mean, at the right edge: as they are over mid-grey."""
+    long = min(BAR_LENGTH, height - HEADING - 2 * MARGIN)
+    left, bottom = width - BAR_WIDTH + 0.1, (height - HEADING - long) / 2
+    axes = figure.add_axes((left / width, bottom / height, 0.25 / width, long / height), xticks=[])
+    colours = paint(np.linspace(1, 0, 256)[:, None], Image.new("RGB", (1, 256), "grey"))
+    axes.imshow(colours, aspect="auto", extent=(0, 1, 0, 1))
+    axes.yaxis.tick_right()
+    axes.yaxis.set_label_position("right")
+    axes.set_ylabel("attention, each map scaled to 0-1")
 
 
 def mark(axes: Any, point: tuple[float, float], markersize: float) -> None:

@@ -3,6 +3,7 @@
 `softfree benchmark attention` compares the operator with torch's softmax attention; each of ours is checked
 against the float64 reference first, and a wrong one is not timed (exit code 1).
 `softfree benchmark model NAME ...` compares any models that timm knows, ours among them.
+`softfree benchmark detector NAME ...` compares backbones in training under a detector, at 800 x 1333.
 `softfree benchmark memory` shows how the memory of every attention grows with the tokens (Fig. 1b).
 `softfree benchmark throughput` compares every attention inside one backbone (Table 2).
 """
@@ -12,12 +13,14 @@ from collections.abc import Callable, Sequence
 import tyro
 
 from softfree.commands._benchmark_attention import attention
+from softfree.commands._benchmark_detector import detector
 from softfree.commands._benchmark_memory import memory
 from softfree.commands._benchmark_model import model
 from softfree.commands._benchmark_throughput import throughput
 
 BENCHMARKS: dict[str, Callable[..., int]] = {
     "attention": attention,
+    "detector": detector,
     "memory": memory,
     "model": model,
     "throughput": throughput,

@@ -54,6 +54,8 @@ def explore(
         ) from error
     where = choose_device(device)
     listening = listen(host, port)
+    # A moved query costs a few small products, which threads make slower, above all on busy cores.
+    torch.set_num_threads(1)
     subjects = load_subjects(checkpoint, model, (), where)
     check_images(subjects, checkpoint)
     server = uvicorn.Server(
@@ -67,8 +69,6 @@ def explore(
     )
     if host not in (LOOPBACK, "::1", "localhost"):
         console.print("[yellow]Anyone who reaches this address can use it.[/]")
-    # A moved query costs a few small products, which threads make slower, above all on busy cores.
-    torch.set_num_threads(1)
     with suppress(KeyboardInterrupt):  # the way to end it
         server.run(sockets=[listening])
     return 0

@@ -6,7 +6,7 @@ counts once.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ from softfree.analysis import describe_environment, write_csv
 from softfree.commands._benchmark_common import check_output, check_positive, make_table
 from softfree.commands._validate_dense import detection, segmentation
 from softfree.commands._validate_longrange import longrange
-from softfree.data.images import ImageDataset, collate_images, load_images
+from softfree.data.images import Batch, ImageDataset, collate_images, load_images
+from softfree.data.resident import ResidentImages
 from softfree.training import checkpoint
 from softfree.training.classification import (
     Normalize,
@@ -32,6 +33,7 @@ from softfree.training.classification import (
     load_pretrained,
     parse_model_kwargs,
     preparation_of,
+    resident_batches,
 )
 from softfree.training.devices import amp_dtype_for, to_device
 from softfree.training.distributed import Processes, gather, join_processes
@@ -62,6 +64,7 @@ def classification(
     amp_dtype: Literal["auto", "none", "bfloat16", "float16"] = "auto",
     device: str = "auto",
     strict_data: bool = False,
+    data_on_device: bool = False,
     results_file: Path | None = None,
 ) -> int:
     """Top-1 and top-5 accuracy, loss and throughput on the validation pictures.
@@ -79,6 +82,7 @@ def classification(
         amp_dtype: autocast; 'auto': bfloat16 on a GPU, none on a CPU.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         strict_data: stop at the first picture that can't be read.
+        data_on_device: keep all pictures, of one size, in the device's memory and resize them there.
         results_file: write the table to this CSV file, with date, device and versions.
     """
     check_output("--results-file", results_file)
@@ -97,9 +101,12 @@ def classification(
         if crop_pct is not None:
             metadata = {**metadata, "crop_pct": crop_pct}
         rows = []
+        pictures: ImageDataset | ResidentImages = data.val
+        if data_on_device:
+            pictures = ResidentImages(data.val, processes.device, workers)
         for size in img_size or (metadata["img_size"],):
             scores = score(
-                network, metadata, data.val, size, batch_size, workers, amp_dtype, processes
+                network, metadata, pictures, size, batch_size, workers, amp_dtype, processes
             )
             rows.append({"checkpoint": str(checkpoint), "img_size": size, **scores})
         if processes.main:
@@ -155,7 +162,7 @@ def load_network(
 def score(
     network: nn.Module,
     metadata: dict[str, Any],
-    data: ImageDataset,
+    data: ImageDataset | ResidentImages,
     img_size: int,
     batch_size: int,
     workers: int,
@@ -164,21 +171,26 @@ def score(
 ) -> dict[str, float]:
     """One row: scores and throughput at one size."""
     device = processes.device
-    data.transform = eval_transform(metadata, img_size)
     # Networks of a fixed size can be told another; ours take any.
     set_size = getattr(network, "set_input_size", None)
     if set_size is not None:
         set_size(img_size=img_size)
-    loader: DataLoader = DataLoader(
-        data,
-        batch_sampler=EvalSampler(len(data), batch_size, processes.rank, processes.count),
-        collate_fn=collate_images,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-    )
+    sampler = EvalSampler(len(data), batch_size, processes.rank, processes.count)
     unreadable = []
 
-    def batches() -> Any:
+    def batches() -> Iterator[Batch]:
+        if isinstance(data, ResidentImages):
+            keys = (torch.tensor(indices, device=device) for indices in sampler)
+            yield from resident_batches(data, (Batch(k, k, []) for k in keys), img_size, metadata)
+            return
+        data.transform = eval_transform(metadata, img_size)
+        loader: DataLoader = DataLoader(
+            data,
+            batch_sampler=sampler,
+            collate_fn=collate_images,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+        )
         with short_errors():
             for batch in loader:
                 unreadable.extend(batch.unreadable)

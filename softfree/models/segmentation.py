@@ -96,7 +96,7 @@ def upernet(
     weights.pop("pretrained", None)
     network = smp.UPerNet(
         f"tu-{backbone}",
-        encoder_weights="imagenet" if backbone_checkpoint else None,
+        encoder_weights=True if backbone_checkpoint else None,
         decoder_channels=width,
         classes=num_classes,
         upsampling=1,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops import chunked, exportable, reference
-from softfree.ops.inverse import check_iteration, compute_dtype
+from softfree.ops.inverse import check_iteration, compute_dtype, full_precision
 from softfree.ops.kernels import HAS_TRITON
 
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -236,7 +236,7 @@ def _attention(
     ridge: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), full_precision(q):
         return _implementation(backend).forward(
             q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge
         )
@@ -270,7 +270,7 @@ def _attention_backward(
     normalize: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), full_precision(q):
         return _implementation(backend).backward(
             grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize
         )

@@ -6,6 +6,9 @@ inverse where ``lam`` is large, a smooth fall to 0 where it is small. ``T`` is t
 and not only an accuracy.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -193,3 +196,20 @@ def newton_residuals(
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, exponentials, sums and inverses: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextlib.contextmanager
+def full_precision(like: Tensor) -> Iterator[None]:
+    """Products of float32 in float32 on ``like``'s device, whatever ``float32_matmul_precision`` says.
+
+    TF32 keeps 11 bits, which a distance or an inverse amplifies.
+    """
+    if like.device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

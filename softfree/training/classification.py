@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,15 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 
 import softfree
-from softfree.data.images import Batch, ImageData, Unreadable, collate_images, load_images
+from softfree.data.images import (
+    Batch,
+    ImageData,
+    ImageDataset,
+    Unreadable,
+    collate_images,
+    load_images,
+)
+from softfree.data.resident import INTERPOLATIONS, Indices, ResidentImages
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
@@ -47,6 +55,8 @@ class DataSettings:
     """a data set as timm names it, in --data-dir: torch/cifar10, hfds/NAME, wds/NAME (tar shards)"""
     strict_data: bool = False
     """stop at the first picture that can't be read, instead of leaving it out"""
+    data_on_device: bool = False
+    """keep all pictures, of one size, in the device's memory; crop, resize and mirror them there"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,18 +218,24 @@ class Classification(Task):
             "crop_pct": augment.crop_pct,
         }
         self.normalize = Normalize(self.preparation["mean"], self.preparation["std"])
-        self.train_data.transform = create_transform(
+        self.hflip = augment.hflip if data.mirrors else 0.0
+        data.train.transform = create_transform(
             model.img_size,
             is_training=True,
             scale=augment.scale,
             ratio=augment.ratio,
-            hflip=augment.hflip if data.mirrors else 0.0,
+            hflip=self.hflip,
             color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
             auto_augment=augment.aa or None,
             interpolation=augment.train_interpolation,
             normalize=False,
         )
-        self.eval_data.transform = eval_transform(self.preparation)
+        data.val.transform = eval_transform(self.preparation)
+        self.files = data.train, data.val
+        self.kept: dict[ImageDataset, ResidentImages] = {}
+        if settings.data.data_on_device:
+            check_resident(augment)
+            self.train_data, self.eval_data = Indices(len(data.train)), Indices(len(data.val))
 
     def build_model(self) -> nn.Module:
         given = self.settings.model
@@ -236,17 +252,21 @@ class Classification(Task):
         return model
 
     def collate(self, samples: list[Any]) -> Batch:
+        if self.settings.data.data_on_device:
+            return Batch(torch.tensor(samples), torch.tensor(samples), [])
         batch = collate_images(samples, refill=True)
         if len(batch.labels):
             return batch
         # Small batches may have bad files alone: the first picture that can be read steps in.
-        items = (self.train_data[index] for index in range(len(self.train_data)))
+        items = (self.files[0][index] for index in range(len(self.files[0])))
         readable = next((item for item in items if not isinstance(item, Unreadable)), None)
         if readable is None:
             return batch
         return collate_images([readable] * len(samples))._replace(unreadable=batch.unreadable)
 
     def collate_eval(self, samples: list[Any]) -> Batch:
+        if self.settings.data.data_on_device:
+            return self.collate(samples)
         return collate_images(samples)
 
     def train_step(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -255,6 +275,8 @@ class Classification(Task):
             raise ValueError(
                 f"none of the training pictures can be read, e.g. {first.path}: {first.reason}"
             )
+        if self.settings.data.data_on_device:
+            batch = self.read_resident(batch.images)
         images, labels = self.normalize(batch.images), batch.labels
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)
@@ -264,9 +286,35 @@ class Classification(Task):
         smoothing = 0.0 if labels.is_floating_point() else self.settings.augment.smoothing
         return F.cross_entropy(model(images), labels, label_smoothing=smoothing), {}
 
+    def resident(self, files: ImageDataset, device: torch.device) -> ResidentImages:
+        """The pictures on the device, where the first call puts them."""
+        if files not in self.kept:
+            self.kept[files] = ResidentImages(files, device, self.settings.run.workers)
+        return self.kept[files]
+
+    def read_resident(self, indices: Tensor) -> Batch:
+        """A batch of random crops of the training pictures on the device."""
+        augment = self.settings.augment
+        resident = self.resident(self.files[0], indices.device)
+        images = resident.random_crops(
+            indices,
+            self.settings.model.img_size,
+            scale=augment.scale,
+            ratio=augment.ratio,
+            hflip=self.hflip,
+            interpolation=augment.train_interpolation,
+        )
+        if self.settings.run.channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        return Batch(images, resident.labels[indices], [])
+
     def evaluate(
         self, model: nn.Module, batches: Iterable[Batch], processes: Processes
     ) -> dict[str, float]:
+        if self.settings.data.data_on_device:
+            size = self.settings.model.img_size
+            resident = self.resident(self.files[1], processes.device)
+            batches = resident_batches(resident, batches, size, self.preparation)
         return evaluate_classifier(model, batches, self.normalize, processes)
 
     def metadata(self) -> dict[str, Any]:
@@ -277,6 +325,34 @@ class Classification(Task):
             **self.preparation,
             "softfree": softfree.__version__,
         }
+
+
+def check_resident(augment: AugmentSettings) -> None:
+    """Raise if the settings want more than --data-on-device does."""
+    if augment.color_jitter or augment.aa:
+        raise ValueError(
+            "--data-on-device crops, resizes and mirrors alone; give --color-jitter 0 and no --aa "
+            f"(got --color-jitter {augment.color_jitter}, --aa {augment.aa!r})"
+        )
+    if augment.train_interpolation not in INTERPOLATIONS:
+        raise ValueError(
+            f"--data-on-device takes --train-interpolation {', '.join(INTERPOLATIONS)}, "
+            f"got {augment.train_interpolation!r}"
+        )
+
+
+def resident_batches(
+    resident: ResidentImages, indices: Iterable[Batch], size: int, preparation: dict[str, Any]
+) -> Iterator[Batch]:
+    """Batches of test pictures at ``size`` for batches whose images are indices."""
+    for batch in indices:
+        images = resident.centre_crops(
+            batch.images,
+            size,
+            crop_pct=preparation["crop_pct"],
+            interpolation=preparation["interpolation"],
+        )
+        yield Batch(images, resident.labels[batch.images], [])
 
 
 class Normalize(nn.Module):

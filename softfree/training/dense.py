@@ -1,7 +1,8 @@
 """What detection and segmentation share: settings of the backbone, length of a run, parameter groups, loading."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ def small_backbone(argv: Sequence[str]) -> tuple[str, ...]:
     return (
         "embed_dims=32,64,128,192", "num_heads=2,4,8,12", "depths=1,1,2,1", "img_size=96",
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def any_sizes() -> Iterator[None]:
+    """Around passes over pictures of many sizes: cuDNN does not time its algorithms anew for each size."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def check_readable(batch: Any) -> None:

@@ -228,6 +228,9 @@ class Detection(Task):
         self, model: nn.Module, batch: DetectionBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         check_readable(batch)
+        # Pictures differ in size, and the regions of the mask head in number: cuDNN would time its
+        # algorithms anew in nearly every step, also in the backward pass, which comes after this.
+        torch.backends.cudnn.benchmark = False
         losses = model(to_unit_range(batch.images), batch.targets)
         return sum(losses.values(), torch.zeros(())), losses
 

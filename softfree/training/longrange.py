@@ -301,7 +301,7 @@ def evaluate_sequences(
         logits = model(batch.tokens, batch.mask).float()
         loss = F.cross_entropy(logits, batch.labels, reduction="sum")
         hits = (logits.argmax(-1) == batch.labels).sum()
-        sums += torch.stack([loss, hits, loss.new_tensor(len(logits))])
+        sums += torch.stack([loss, hits, torch.full_like(loss, len(logits))])
     loss_sum, hit, count = distributed.total(sums, processes).tolist()
     return {"accuracy": 100 * hit / count, "loss": loss_sum / count, "samples": int(count)}
 

@@ -5,7 +5,7 @@ load_segmenter("OUTPUT/best", device)    -> model, metadata
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segmen
 from softfree.training.classification import Normalize, check_model_name
 from softfree.training.dense import (
     BackboneSettings,
+    any_sizes,
     check_readable,
     dense_parameter_groups,
     load_dense,
@@ -234,10 +235,11 @@ def evaluate_segmenter(
 
     confusion = MulticlassConfusionMatrix(num_classes, ignore_index=IGNORE, validate_args=False)
     confusion.to(processes.device)
-    for batch in batches:
-        for image, mask in zip(batch.images, batch.masks, strict=True):
-            classes = predict_classes(model, normalize(image[None]), mask.shape, window)
-            confusion.update(classes, mask[None])
+    with any_sizes():
+        for batch in batches:
+            for images, masks in _same_sizes(batch):
+                classes = predict_classes(model, normalize(images), masks.shape[1:], window)
+                confusion.update(classes, masks)
     counts = confusion.compute().cpu().double()
     overlap = counts.diag()
     iou = 100 * overlap / (counts.sum(0) + counts.sum(1) - overlap)
@@ -245,10 +247,20 @@ def evaluate_segmenter(
     return {"mIoU": iou.nanmean().item(), "accuracy": accuracy.item()}, iou.tolist()
 
 
+def _same_sizes(batch: SegmentationBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    """The pictures of a batch and their class maps, stacked where both have the same size."""
+    groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for image, mask in zip(batch.images, batch.masks, strict=True):
+        groups.setdefault((image.shape, mask.shape), []).append((image, mask))
+    for group in groups.values():
+        images, masks = zip(*group, strict=True)
+        yield torch.stack(images), torch.stack(masks)
+
+
 def predict_classes(
     model: nn.Module, image: Tensor, size: Sequence[int], window: int = 0
 ) -> Tensor:
-    """The class of every pixel, (1, *size) int64, from a normalised picture (1, 3, H, W)."""
+    """The class of every pixel, (batch, *size) int64, from normalised pictures (batch, 3, H, W)."""
     logits = segment(model, image, window or None)
     if logits.shape[-2:] != tuple(size):
         logits = F.interpolate(logits, size=tuple(size), mode="bilinear")

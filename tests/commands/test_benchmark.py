@@ -12,7 +12,13 @@ import softfree
 import softfree_cli
 from softfree.analysis import attention_cost
 from softfree.analysis.attention_cost import Cost
-from softfree.commands import _benchmark_attention, _benchmark_model, _benchmark_plot, benchmark
+from softfree.commands import (
+    _benchmark_attention,
+    _benchmark_detector,
+    _benchmark_model,
+    _benchmark_plot,
+    benchmark,
+)
 
 TINY = ["--device", "cpu", "--tokens", "20", "33", "--heads-times-batch", "1", "2", "--dim", "8"]
 TINY += ["--landmarks", "5", "--seconds", "0.001"]
@@ -186,7 +192,7 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
         ),
         (["attention", "--plot", "costs.txt"], "--plot must end in .png, .pdf, .svg"),
         (["attention", "--csv", "."], "--csv must name a file, . is a folder"),
-        (["modle"], "One of attention, memory, model, throughput; got 'modle'"),
+        (["modle"], "One of attention, detector, memory, model, throughput; got 'modle'"),
         (["model"], "needs a name"),
         (["model", "softpp_tinny"], "no model 'softpp_tinny'; did you mean 'softpp_tiny'?"),
         (["model", "softpp_tiny", "--bench", "fly"], "--bench must be one of train, infer, both"),
@@ -194,6 +200,15 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
         (["model", "softpp_tiny", "--img-size", "8"], "--img-size must be at least 32, got 8"),
         (["model", "softpp_tiny", "--amp-dtype", "int8"], "--amp-dtype must be one of none, "),
         (["model", "softpp_tiny", "--opt", "hope"], "--opt must be one of sgd, adamw"),
+        (["detector"], "needs a name"),
+        (
+            ["detector", "softpp_tiny", "--detector", "yolo"],
+            "--detector must be one of retinanet, ",
+        ),
+        (["detector", "softpp_tiny", "--img-size", "8", "64"], "at least 32 each way, got (8, 64)"),
+        (["detector", "softpp_tiny", "--landmarks"], "--landmarks needs a value, e.g. conv:49"),
+        (["detector", "softpp_tiny", "--model-kwargs", "depth"], "--model-kwargs must look like "),
+        (["detector", "vit_tiny_patch16_224", "--img-size", "64", "64"], "dense models need 1/4"),
     ],
 )
 def test_bad_arguments_give_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
@@ -272,6 +287,54 @@ def test_a_model_whose_products_cannot_be_counted_is_still_measured():
 
     assert _benchmark_model.try_count_macs(AsksForNumbers(3, 4, 3), 8) is None
     assert _benchmark_model.try_count_macs(nn.Conv2d(3, 4, 3), 8) == 6 * 6 * 9 * 3 * 4
+
+
+def test_a_backbone_stands_under_a_detector_once_with_each_kind_of_landmarks(tmp_path, capsys):
+    path = tmp_path / "detector.csv"
+    small = ["--model-kwargs", "embed_dims=16,32,48,64", "num_heads=1,2,3,4", "depths=1,1,1,1"]
+    options = ["--landmarks", "conv:4", "conv", "--img-size", "60", "70", "--batch-size", "1"]
+    options += ["--channels-last", "--device", "cpu", "--seconds", "0.001", "--csv", str(path)]
+    assert benchmark.main(["detector", "softpp_tiny", *small, *options]) == 0
+    fixed, growing = read(path)
+    assert [fixed["landmarks"], growing["landmarks"]] == ["conv:4", "conv"]
+    for row in (fixed, growing):
+        assert row.keys() >= MACHINE | {"detector", "batch_size", "height", "width", "amp_dtype"}
+        for part in ("backbone", "step"):
+            speed, ratio = float(row[f"{part}_img_per_s"]), float(row[f"{part}_ratio_to_first"])
+            assert ratio == pytest.approx(speed / float(fixed[f"{part}_img_per_s"]))
+        # Weights and gradients; in a whole step AdamW's two numbers a weight, too.
+        assert float(row["backbone_peak_gib"]) > 8 * int(row["backbone_parameters"]) / 2**30
+        assert float(row["step_peak_gib"]) > 16 * int(row["detector_parameters"]) / 2**30
+    out = capsys.readouterr().out
+    assert "softpp_tiny conv:4" in out
+    assert "batch 1, 60 x 70, float32, eager, channels last" in out
+
+
+def test_a_backbone_without_landmarks_is_measured_once(tmp_path, monkeypatch):
+    steps = []
+
+    def step_of(name, arguments, settings, device):
+        steps.append(arguments)
+        return nn.Linear(1, 1), lambda: None, lambda: 0
+
+    monkeypatch.setattr(_benchmark_detector, "backbone_step", step_of)
+    monkeypatch.setattr(_benchmark_detector, "detector_step", step_of)
+    options = ["--landmarks", "conv:49", "conv", "--device", "cpu", "--seconds", "0.001"]
+    assert benchmark.main(["detector", "resnet10t", *options]) == 0
+    assert steps == [{}, {}]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_made_up_objects_lie_inside_the_picture(masks):
+    target = _benchmark_detector.make_target(60, 90, masks, torch.device("cpu"))
+    left, top, right, bottom = target["boxes"].T
+    assert (left >= 0).all() and (top >= 0).all() and (right <= 90).all() and (bottom <= 60).all()
+    assert (right - left >= 9).all() and (bottom - top >= 6).all()
+    if masks:
+        assert target["masks"].shape == (len(left), 60, 90)
+        # A mask has its box's area, to within the border's pixels.
+        area = (right - left) * (bottom - top)
+        assert torch.allclose(target["masks"].sum((1, 2)).float(), area, rtol=0.4)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_measuring(tmp_path):

@@ -171,10 +171,12 @@ def test_memory_of_the_whole_matrix_grows_with_the_square_of_the_tokens():
 def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
     files = ["--csv", str(tmp_path / "table.csv"), "--plot", str(tmp_path / "table.png")]
     options = ["--device", "cpu", "--img-size", "32", "--batch-size", "2", "--seconds", "0.001"]
-    names = ["--attentions", "softmax", "softpp"]
+    names = ["--attentions", "softmax", "softpp", "--channels-last"]
     assert benchmark.main(["throughput", *options, *names, *files]) == 0
-    assert "Attentions in softpp_tiny" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Attentions in softpp_tiny" in said and "channels last" in said
     rows = read(tmp_path / "table.csv")
+    assert rows[0]["channels_last"] == "True"
     assert [(row["attention"], row["model"]) for row in rows] == [
         ("softmax", "softpp_tiny"),
         ("softpp", "softpp_tiny"),

@@ -70,6 +70,18 @@ def test_the_map_drawn_is_the_scaled_row_of_the_query():
     assert heatmap.scale(np.full((2, 2), 3.0)).max() == 0
 
 
+def test_a_map_is_painted_in_flat_squares_over_the_photo():
+    heat = np.array([[0.0, 1.0], [0.5, 0.5]])
+    black = np.asarray(heatmap.paint(heat, Image.new("RGB", (8, 8))))
+    white = np.asarray(heatmap.paint(heat, Image.new("RGB", (8, 8), "white")))
+    for rows in (slice(0, 4), slice(4, 8)):
+        for columns in (slice(0, 4), slice(4, 8)):
+            assert len(np.unique(black[rows, columns].reshape(-1, 3), axis=0)) == 1
+    assert (black[0, 0] != black[0, -1]).any() and (black[-1, 0] == black[-1, -1]).all()
+    # A quarter of what is seen is the photo.
+    assert np.abs(white.astype(int) - black - 0.25 * 255).max() <= 1
+
+
 def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_path):
     output = tmp_path / "out" / "convergence.svg"
     given = ("--checkpoint", checkpoint, "--steps", 6, "--output", output)

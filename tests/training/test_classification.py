@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from softfree.data.images import Batch, Unreadable
-from softfree.training.checkpoint import load_for_inference
+from softfree.training.checkpoint import load_for_inference, read_weights
 from softfree.training.classification import (
     AugmentSettings,
     Classification,
     ClassificationSettings,
+    DataSettings,
     ModelSettings,
     Normalize,
     create_network,
@@ -24,6 +25,7 @@ from softfree.training.classification import (
     train_classification,
 )
 from softfree.training.distributed import Processes
+from softfree.training.sampling import seed_all
 from softfree.training.settings import OptimSettings, RunSettings
 
 SMALL = ("embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1", "mlp_ratio=1.0")
@@ -108,6 +110,37 @@ def test_mixed_labels_are_smoothed_once(monkeypatch):
     assert torch.equal(plain, labels) and smoothing == 0.1
     assert mixed.shape == (4, 10) and none == 0.0
     torch.testing.assert_close(mixed.sum(1), torch.ones(4))
+
+
+def on_device(output=None, **changes):
+    given = settings(output, augment={"color_jitter": 0.0}, **changes)
+    return dataclasses.replace(given, data=DataSettings(data_on_device=True))
+
+
+def test_pictures_on_the_device_give_the_same_crops_after_a_resume(tmp_path):
+    train_classification(on_device(tmp_path / "once"))
+    train_classification(on_device(tmp_path / "again"))
+    once, again = (read_weights(tmp_path / name / "last") for name in ("once", "again"))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    crops = []
+    for _ in range(2):  # a new task reads the pictures anew, as a run that goes on does
+        task = Classification(on_device())
+        seed_all(0, 5)
+        crops.append(task.read_resident(torch.tensor([3, 1])))
+    assert torch.equal(crops[0].images, crops[1].images)
+    assert crops[0].labels.tolist() == [task.files[0].read(index)[1] for index in (3, 1)]
+
+
+def test_pictures_on_the_device_refuse_what_is_done_on_the_cpu():
+    given = dataclasses.replace(settings(), data=DataSettings(data_on_device=True))
+    with pytest.raises(ValueError, match="--color-jitter 0 and no --aa .*got --color-jitter 0.4"):
+        Classification(given)
+    with pytest.raises(ValueError, match="--train-interpolation bilinear, bicubic, random"):
+        Classification(
+            dataclasses.replace(
+                given, augment=AugmentSettings(color_jitter=0.0, train_interpolation="nearest")
+            )
+        )
 
 
 def test_digits_are_not_mirrored():

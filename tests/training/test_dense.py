@@ -5,7 +5,12 @@ import torch
 
 from softfree.models.detection import retinanet
 from softfree.training import detection, segmentation
-from softfree.training.dense import BackboneSettings, dense_parameter_groups, small_backbone
+from softfree.training.dense import (
+    BackboneSettings,
+    any_sizes,
+    dense_parameter_groups,
+    small_backbone,
+)
 from softfree.training.settings import OptimSettings
 from tests.models.small import PYRAMID
 
@@ -78,3 +83,10 @@ def test_a_shorter_run_has_a_shorter_warm_up_and_earlier_drops():
     assert (segmenter["steps"], segmenter["warmup_steps"]) == (3000, 300)
     # Recipes that count in steps give way to --epochs.
     assert segmentation.recipe("ade20k", ["--epochs", "3"])["optim"]["steps"] == 0
+
+
+def test_cudnn_does_not_time_its_algorithms_for_every_size(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with any_sizes():
+        assert not torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.benchmark

@@ -1,5 +1,7 @@
 """Segmentation on the engine: recipes are the papers', mIoU is the data set's, a run's checkpoint is enough."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -136,6 +138,21 @@ def test_pictures_of_different_sizes_are_evaluated_at_the_size_of_their_class_ma
         Reader(), [batch_of((small, large), (large, small))], UNCHANGED, 3, ALONE
     )
     assert scores["accuracy"] == pytest.approx(100)
+
+
+def test_pictures_of_one_size_are_evaluated_together():
+    class Counting(Reader):
+        batches: ClassVar[list] = []
+
+        def forward(self, image):
+            self.batches.append(tuple(image.shape))
+            return super().forward(image)
+
+    small, large = torch.zeros(16, 16).long(), torch.ones(32, 48).long()
+    batch = batch_of((small, small), (large, large), (small + 2, small))
+    scores, _ = evaluate_segmenter(Counting(), [batch], UNCHANGED, 3, ALONE)
+    assert Counting.batches == [(2, 3, 16, 16), (1, 3, 32, 48)]
+    assert scores["accuracy"] == pytest.approx(100 * (256 + 1536) / (512 + 1536))
 
 
 def test_windows_give_a_class_for_every_pixel():

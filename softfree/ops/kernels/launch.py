@@ -17,20 +17,23 @@ from torch import Tensor
 
 from softfree.ops import mixing as torch_mixing
 from softfree.ops.chunked import token_tensor
+from softfree.ops.inverse import add_ridge, start_value
 from softfree.ops.kernels.mixing import (
     mixing_backward_kernel,
     mixing_in_memory_kernel,
     mixing_kernel,
+    newton_product_kernel,
 )
 from softfree.ops.kernels.short import short_backward_kernel, short_forward_kernel
 from softfree.ops.kernels.tokens import collect_kernel, spread_backward_kernel, spread_kernel
 from softfree.ops.kernels.wide import spread_wide_backward_kernel, spread_wide_kernel
 
 MAX_CHANNELS = 128
-# Beyond, the m x m part is batched matrix products; before Hopper its float32 matrices do not fit the chip.
+# Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
 MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
 MAX_LANDMARKS_IN_REGISTERS = 64  # of the inverse
 MAX_LANDMARKS_AT_ONCE = 256  # in a program of a token pass
+NEWTON_TILE = 128  # side of a tile of larger matrices
 LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
 MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
 # One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
@@ -197,10 +200,8 @@ def forward(
         )
     else:
         u = parts.sum(1).view_as(u)
-        a, inverse = torch_mixing.invert_landmarks(
-            landmarks.float(), _as_bool(landmark_mask),
-            scale=scale, iterations=iterations, start=start, ridge=ridge,
-        )  # fmt: skip
+        a = torch_mixing.landmark_matrix(landmarks.float(), _as_bool(landmark_mask), scale)
+        inverse = _newton_inverse(a, iterations, start, ridge)
         w = torch_mixing.mixing_matrix(a, inverse, normalize) @ u
     _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
     return x, inverse, u
@@ -327,6 +328,25 @@ def _mix(
         scratch = torch.empty((shape.rows, 3, shape.block_m, shape.block_m), device=u.device)
         mixing_in_memory_kernel[(shape.rows,)](*tensors, scratch, *sizes, PANEL=32, **options)
     return w
+
+
+def _newton_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Tensor:
+    """The inverse of matrices (batch, heads, m, m) too large for one program, two launches a step."""
+    b = add_ridge(a, ridge).contiguous()
+    y = start_value(a, start, ridge) * b
+    by, spare = torch.empty_like(y), torch.empty_like(y)
+    m = a.shape[-1]
+    tiles = triton.cdiv(m, NEWTON_TILE)
+    grid = (a.shape[0] * a.shape[1] * tiles * tiles,)
+    options = dict(
+        BLOCK=NEWTON_TILE, BLOCK_K=32, HALVES=iterations <= MAX_HALVES_ITERATIONS,
+        num_warps=8, num_stages=3, **AMPERE,
+    )  # fmt: skip
+    for _ in range(iterations):
+        newton_product_kernel[grid](b, y, y, by, m, tiles, UPDATE=False, **options)
+        newton_product_kernel[grid](y, by, y, spare, m, tiles, UPDATE=True, **options)
+        y, spare = spare, y
+    return y
 
 
 def _spread(

@@ -137,6 +137,35 @@ def newton_inverse_in_memory(
 
 
 @triton.jit
+def newton_product_kernel(
+    p_a, p_b, p_y, p_out, m, tiles,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Grid (matrices * tiles * tiles,). ``A B`` of float32 matrices (m, m), with ``UPDATE`` ``2 Y - A B``.
+
+    Half a Newton step of matrices too large for one program.
+    """
+    program = tl.program_id(0)
+    matrix = (program // (tiles * tiles)).to(tl.int64) * m * m
+    offs_row = program // tiles % tiles * BLOCK + tl.arange(0, BLOCK)
+    offs_column = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    offs_k = tl.arange(0, BLOCK_K)
+    b_sum = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for first in range(0, m, BLOCK_K):
+        inside = first + offs_k < m
+        p_left = p_a + matrix + offs_row[:, None] * m + (first + offs_k)[None, :]
+        p_right = p_b + matrix + (first + offs_k)[:, None] * m + offs_column[None, :]
+        b_left = tl.load(p_left, mask=(offs_row < m)[:, None] & inside[None, :], other=0.0)
+        b_right = tl.load(p_right, mask=inside[:, None] & (offs_column < m)[None, :], other=0.0)
+        b_sum += split_product(b_left, b_right, HALVES)
+    offs = matrix + offs_row[:, None] * m + offs_column[None, :]
+    mask = (offs_row < m)[:, None] & (offs_column < m)[None, :]
+    if UPDATE:
+        b_sum = 2.0 * tl.load(p_y + offs, mask=mask, other=0.0) - b_sum
+    tl.store(p_out + offs, b_sum, mask=mask)
+
+
+@triton.jit
 def mixing_matrix(b_y, b_root):
     """``Y' = D^-1/2 Y D^-1/2`` (M, M); the roots (M,) are 1 for SOFT."""
     return b_root[:, None] * b_y * b_root[None, :]
