@@ -40,7 +40,7 @@ def test_resizing_equals_pillow(files, size, interpolation):
     )
     difference = (ours - TF.pil_to_tensor(theirs)).abs()
     # Where noise overshoots, the order of the two directions shows; Pillow may take either.
-    assert (difference > 2).float().mean() < 0.02 and difference.mean() < 0.3
+    assert (difference > 2).float().mean() < 0.02 and difference.mean() < 0.5
 
 
 def test_boxes_are_drawn_as_torchvision_draws_them():

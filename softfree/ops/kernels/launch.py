@@ -19,6 +19,7 @@ from softfree.ops import mixing as torch_mixing
 from softfree.ops.chunked import token_tensor
 from softfree.ops.inverse import add_ridge, start_value
 from softfree.ops.kernels.mixing import (
+    landmark_matrix_kernel,
     mixing_backward_kernel,
     mixing_in_memory_kernel,
     mixing_kernel,
@@ -60,8 +61,9 @@ TILES = {
     "mixing": {(64, True): Tile(0, 4, 3)},
     "mixing_backward": {(64, True): Tile(0, 4, 3)},
 }
-# Kernels with m x m products are compiled as for Ampere, whose matrix instructions take their operands from
-# registers: as for Hopper, some of them read their operands from the wrong place in shared memory.
+# Kernels with m x m products, and those with landmarks in tiles, are compiled as for Ampere, whose matrix
+# instructions take their operands from registers: as for Hopper, some of them read their operands from the
+# wrong place in shared memory.
 AMPERE = {} if triton.knobs.runtime.interpret else {"arch": "sm80"}
 
 
@@ -114,6 +116,11 @@ class _Shape(NamedTuple):
     def tiles(self) -> int:
         """Of landmarks, in a token pass."""
         return triton.cdiv(self.m, self.tile_m)
+
+    @property
+    def target(self) -> dict[str, str]:
+        """What a token pass is compiled for; nothing: the GPU at hand."""
+        return AMPERE if self.tiles > 1 else {}
 
 
 def _generation(hopper: bool) -> str:
@@ -200,7 +207,7 @@ def forward(
         )
     else:
         u = parts.sum(1).view_as(u)
-        a = torch_mixing.landmark_matrix(landmarks.float(), _as_bool(landmark_mask), scale)
+        a = _landmark_matrix(landmarks, landmark_mask, scale)
         inverse = _newton_inverse(a, iterations, start, ridge)
         w = torch_mixing.mixing_matrix(a, inverse, normalize) @ u
     _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
@@ -268,7 +275,7 @@ def backward(
         )  # fmt: skip
     else:
         wide = landmarks.float()
-        a = torch_mixing.landmark_matrix(wide, _as_bool(landmark_mask), scale)
+        a = _landmark_matrix(landmarks, landmark_mask, scale)
         w, du, through_inverse = torch_mixing.mixing_backward(
             parts.sum(1).view_as(u), u, a, inverse, wide, _as_bool(landmark_mask),
             scale=scale, normalize=normalize,
@@ -277,7 +284,7 @@ def backward(
         done.zero_()
     options = blocks | flags | dict(
         BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, HAS_LANDMARK_MASK=landmark_mask is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
     )  # fmt: skip
     if shape.tiles > 1:
         roles = [(q, grad_q, n, True, k is None)]
@@ -330,6 +337,18 @@ def _mix(
     return w
 
 
+def _landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
+    """``A = kappa(L, L)``, (batch, heads, m, m), of landmarks too many for one program."""
+    batch, heads, m, d = landmarks.shape
+    a = torch.empty((batch, heads, m, m), dtype=torch.float32, device=landmarks.device)
+    tiles = triton.cdiv(m, 64)
+    landmark_matrix_kernel[(batch * heads * tiles * tiles,)](
+        landmarks, _or(landmark_mask, landmarks), a, heads, m, d, scale, tiles,
+        BLOCK=64, HAS_LANDMARK_MASK=landmark_mask is not None,
+    )  # fmt: skip
+    return a
+
+
 def _newton_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Tensor:
     """The inverse of matrices (batch, heads, m, m) too large for one program, two launches a step."""
     b = add_ridge(a, ridge).contiguous()
@@ -367,7 +386,7 @@ def _spread(
     options = dict(
         BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
         HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
     )  # fmt: skip
     if shape.tiles > 1:
         spread_wide_kernel[(shape.rows * triton.cdiv(n, tile.tokens),)](
@@ -403,7 +422,7 @@ def _collect(
         *_strides(tokens), *_strides(values), log2_scale,
         BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
         HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
     )  # fmt: skip
     return parts
 

@@ -118,15 +118,17 @@ def newton_inverse_in_memory(
     tl.store(p_y + offs, bound * tl.load(p_b + offs))
     tl.debug_barrier()
     remaining = BLOCK_M * 1.0
-    for _ in range(iterations):
+    for step in range(iterations):
         if remaining > CONVERGED:
             b_right = tl.load(p_y + offs)
-            remaining = BLOCK_M * 1.0
+            trace = 0.0
             for first in range(0, BLOCK_M, PANEL):
                 b_by = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, HALVES)
                 tl.store(p_by + first * BLOCK_M + panel_offs, b_by)
                 b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
-                remaining -= tl.sum(tl.sum(tl.where(b_diagonal, b_by, 0.0), 1), 0)
+                trace += tl.sum(tl.sum(tl.where(b_diagonal, b_by, 0.0), 1), 0)
+            if step > 8:  # as in newton_inverse; the start itself may overshoot
+                remaining = BLOCK_M - trace
             tl.debug_barrier()
             b_right = tl.load(p_by + offs)
             for first in range(0, BLOCK_M, PANEL):
@@ -134,6 +136,37 @@ def newton_inverse_in_memory(
                 b_y = tl.load(p_panel)
                 tl.store(p_panel, 2.0 * b_y - split_product(b_y, b_right, HALVES))
             tl.debug_barrier()
+
+
+@triton.jit
+def landmark_matrix_kernel(
+    p_l, p_landmark_mask, p_a, heads, m, d, scale, tiles,
+    BLOCK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * heads * tiles * tiles,). A tile of ``A = kappa(L, L)`` (m, m), from differences."""
+    program = tl.program_id(0)
+    head = (program // (tiles * tiles)).to(tl.int64)
+    first_row = program // tiles % tiles * BLOCK
+    first_column = program % tiles * BLOCK
+    p_landmark_mask += (head // heads) * m
+    rows = first_row + tl.arange(0, BLOCK)
+    columns = first_column + tl.arange(0, BLOCK)
+    b_rows = present_landmarks(p_landmark_mask + first_row, m - first_row, BLOCK, HAS_LANDMARK_MASK)
+    b_columns = present_landmarks(
+        p_landmark_mask + first_column, m - first_column, BLOCK, HAS_LANDMARK_MASK
+    )
+    p_l += head * m * d
+    b_distance = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for channel in range(d):
+        b_row = tl.load(p_l + rows * d + channel, mask=b_rows, other=0.0).to(tl.float32)
+        b_column = tl.load(p_l + columns * d + channel, mask=b_columns, other=0.0).to(tl.float32)
+        b_difference = b_row[:, None] - b_column[None, :]
+        b_distance += b_difference * b_difference
+    b_eye = rows[:, None] == columns[None, :]
+    b_both = b_rows[:, None] & b_columns[None, :]
+    b_a = tl.where(b_both & ~b_eye, tl.exp(-0.5 * scale * b_distance), b_eye.to(tl.float32))
+    p_tile = p_a + head * m * m + rows[:, None] * m + columns[None, :]
+    tl.store(p_tile, b_a, mask=(rows < m)[:, None] & (columns < m)[None, :])
 
 
 @triton.jit
