@@ -43,17 +43,19 @@ score() {
 
 RIVALS=(softmax linformer performer nystromformer soft softpp)
 
-table2() {
+rivals() {
   tiny release --model softpp_tiny_release
-  score release "table2_release.csv"
-  for attention in "${RIVALS[@]}"; do
-    tiny "$attention" --model softpp_tiny --attention "$attention"
-    score "$attention" "table2_$attention.csv"
-  done
+  for attention in "${RIVALS[@]}"; do tiny "$attention" --model softpp_tiny --attention "$attention"; done
+}
+
+table2() {
+  rivals
+  for name in release "${RIVALS[@]}"; do score "$name" "table2_$name.csv"; done
   $SOFTFREE benchmark throughput --channels-last --csv "$OUT/table2_throughput.csv" --plot "$OUT/table2_throughput.png"
 }
 
 table6() {
+  rivals
   for name in release "${RIVALS[@]}"; do
     score "$name" "table6_stride_$name.csv" --img-size 128 192 256 384
   done
