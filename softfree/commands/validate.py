@@ -180,8 +180,7 @@ def score(
 
     def batches() -> Iterator[Batch]:
         if isinstance(data, ResidentImages):
-            keys = (torch.tensor(indices, device=device) for indices in sampler)
-            yield from resident_batches(data, (Batch(k, k, []) for k in keys), img_size, metadata)
+            yield from resident_batches(data, sampler.on_device(device), img_size, metadata)
             return
         data.transform = eval_transform(metadata, img_size)
         loader: DataLoader = DataLoader(

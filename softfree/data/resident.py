@@ -8,6 +8,7 @@ For data of one picture size that fits a GPU's memory, such as CIFAR or Tiny-Ima
 waits for no loader.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +39,9 @@ class Indices(Dataset):
 
 
 class ResidentImages:
-    """All pictures of a data set on one device: (N, 3, H, W) of 8 bits, and their labels (N,).
+    """All pictures of a data set on one device, and their labels (N,).
+
+    Pictures are (N, H, 3, W) of 8 bits: in this order both products of a resize are plain batches of matrices.
 
     Raises ValueError for pictures of different sizes, and for one that can't be read.
     """
@@ -46,7 +49,10 @@ class ResidentImages:
     def __init__(self, dataset: ImageDataset, device: torch.device | str, workers: int = 0):
         kept, dataset.transform = dataset.transform, _to_array
         try:
-            loader = DataLoader(dataset, batch_size=256, num_workers=workers, collate_fn=list)
+            # A generator of its own: by default a loader draws from the one that the caller has seeded.
+            loader = DataLoader(
+                dataset, 256, num_workers=workers, collate_fn=list, generator=torch.Generator()
+            )
             pictures, labels = self._read(dataset, loader, device)
         finally:
             dataset.transform = kept
@@ -70,7 +76,7 @@ class ResidentImages:
                         (len(dataset), *item[0].shape), dtype=torch.uint8, device=device
                     )
                 if item[0].shape != pictures.shape[1:]:
-                    sizes = [f"{s[2]} x {s[1]}" for s in (pictures.shape[1:], item[0].shape)]
+                    sizes = [f"{s[2]} x {s[0]}" for s in (pictures.shape[1:], item[0].shape)]
                     raise ValueError(
                         f"--data-on-device needs pictures of one size: {dataset.name(0)} has "
                         f"{sizes[0]} pixels, {dataset.name(count + offset)} {sizes[1]}"
@@ -91,6 +97,7 @@ class ResidentImages:
         ratio: Sequence[float],
         hflip: float,
         interpolation: str = "bicubic",
+        channels_last: bool = False,
     ) -> Tensor:
         """Random crops of the pictures, resized to (size, size) and mirrored: (b, 3, size, size), 0 to 255.
 
@@ -98,17 +105,14 @@ class ResidentImages:
         resized with Pillow's filters: a resized row is a product of the picture's rows with a matrix.
         """
         pictures = self.pictures[indices]
-        (top, left), (height, width) = random_boxes(
-            len(indices), pictures.shape[2:], scale, ratio, pictures.device
-        )
-        cubic = torch.full_like(top, interpolation == "bicubic", dtype=torch.bool)
-        if interpolation == "random":
-            cubic = torch.rand(top.shape, device=top.device) < 0.5
-        down = resize_matrices(top, height, pictures.shape[2], size, cubic)
-        across = resize_matrices(left, width, pictures.shape[3], size, cubic)
-        mirrored = torch.rand(top.shape, device=top.device) < hflip
-        across = torch.where(mirrored[:, None, None], across.flip(1), across)
-        return _resize(pictures, down, across)
+        rows, columns = self.pictures.shape[1], self.pictures.shape[3]
+        first, length = random_boxes(len(indices), (rows, columns), scale, ratio, pictures.device)
+        mirrored, cubic = torch.rand(2, len(indices), 1, 1, device=pictures.device).unbind()
+        kind = cubic < 0.5 if interpolation == "random" else interpolation == "bicubic"
+        matrices = resize_matrices(first, length, max(rows, columns), size, kind)
+        down, across = matrices[0, ..., :rows], matrices[1, ..., :columns]
+        across = torch.where(mirrored < hflip, across.flip(1), across)
+        return _resize(pictures, down, across, channels_last)
 
     def centre_crops(
         self, indices: Tensor, size: int, *, crop_pct: float, interpolation: str = "bicubic"
@@ -118,24 +122,30 @@ class ResidentImages:
         As timm prepares pictures for a test: the shorter side is resized to ``size / crop_pct``, then cut.
         """
         pictures = self.pictures[indices]
-        rows, columns = pictures.shape[2:]
+        rows, columns = pictures.shape[1], pictures.shape[3]
         shorter = int(size / crop_pct)
         matrices = []
         for pixels in (rows, columns):
             resized = int(shorter * pixels / min(rows, columns))
-            whole = torch.tensor([float(pixels)], device=pictures.device)
-            cubic = torch.tensor([interpolation != "bilinear"], device=pictures.device)
-            matrix = resize_matrices(torch.zeros_like(whole), whole, pixels, resized, cubic)
-            first = round((resized - size) / 2)
-            matrices.append(matrix[:, first : first + size])
-        return _resize(pictures, *matrices)
+            whole = torch.full((1,), float(pixels), device=pictures.device)
+            matrix = resize_matrices(
+                torch.zeros_like(whole), whole, pixels, resized, interpolation != "bilinear"
+            )
+            begin = round((resized - size) / 2)
+            matrices.append(matrix[:, begin : begin + size])
+        down, across = matrices
+        return _resize(pictures, down, across)
 
 
-def _resize(pictures: Tensor, down: Tensor, across: Tensor) -> Tensor:
+def _resize(pictures: Tensor, down: Tensor, across: Tensor, channels_last: bool = False) -> Tensor:
+    """(b, H, 3, W) by (b, size, H) and (b, size, W) to (b, 3, size, size)."""
     with torch.autocast(pictures.device.type, enabled=False):
         # Pillow, too, goes along the rows first and keeps 8 bits in between.
-        wide = _to_levels(pictures.float() @ across.mT[:, None])
-        return _to_levels(down[:, None] @ wide)
+        wide = _to_levels(pictures.flatten(1, 2).float() @ across.mT)
+        resized = _to_levels(down @ wide.view(len(wide), pictures.shape[1], -1))
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    size = across.shape[1]
+    return resized.view(-1, size, 3, size).transpose(1, 2).contiguous(memory_format=layout)
 
 
 def _to_levels(pictures: Tensor) -> Tensor:
@@ -143,57 +153,69 @@ def _to_levels(pictures: Tensor) -> Tensor:
 
 
 def _to_array(picture: Image.Image) -> Any:
-    return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
+    return np.ascontiguousarray(np.asarray(picture).transpose(0, 2, 1))
 
 
 def random_boxes(
     count: int,
-    picture: Sequence[int],
+    picture: tuple[int, int],
     scale: Sequence[float],
     ratio: Sequence[float],
     device: torch.device,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(top, left), (height, width) of random crops of pictures (H, W), each (count,) of whole numbers.
+) -> tuple[Tensor, Tensor]:
+    """Places (top, left) and lengths (height, width) of random crops of pictures (H, W): both (2, count).
 
     An area in ``scale`` of the picture's and a logarithm of width over height in ``ratio``, both uniform;
-    of TRIES draws the first that fits, else the largest centred box of an allowed shape.
+    of TRIES draws the first that fits, else the largest centred box of an allowed shape. Whole numbers.
     """
     rows, columns = picture
-
-    def uniform(least: float, most: float, *shape: int) -> Tensor:
-        return least + (most - least) * torch.rand(shape, device=device)
-
-    area = rows * columns * uniform(scale[0], scale[1], count, TRIES)
-    shape = uniform(math.log(ratio[0]), math.log(ratio[1]), count, TRIES).exp()
-    widths, heights = (area * shape).sqrt().round(), (area / shape).sqrt().round()
-    fits = (widths >= 1) & (widths <= columns) & (heights >= 1) & (heights <= rows)
-    first = fits.to(torch.uint8).argmax(1, keepdim=True)
-    any_fits = fits.any(1)
     within = min(max(columns / rows, ratio[0]), ratio[1])
-    whole = (min(rows, round(columns / within)), min(columns, round(rows * within)))
-    height = torch.where(any_fits, heights.gather(1, first)[:, 0], whole[0])
-    width = torch.where(any_fits, widths.gather(1, first)[:, 0], whole[1])
-    top = (torch.rand(count, device=device) * (rows - height + 1)).floor()
-    left = (torch.rand(count, device=device) * (columns - width + 1)).floor()
-    top = torch.where(any_fits, top, (rows - whole[0]) // 2)
-    left = torch.where(any_fits, left, (columns - whole[1]) // 2)
-    return (top, left), (height, width)
+    sides = _constant((rows, columns), device)[:, None]
+    largest = _constant(
+        (min(rows, round(columns / within)), min(columns, round(rows * within))), device
+    )[:, None]
+
+    def uniform(least: float, most: float) -> Tensor:
+        return torch.empty(TRIES, count, device=device).uniform_(least, most)
+
+    area = uniform(rows * columns * scale[0], rows * columns * scale[1])
+    shape = uniform(math.log(ratio[0]), math.log(ratio[1])).exp_()
+    lengths = torch.stack([area / shape, area * shape]).sqrt_().round_()
+    fits = ((lengths >= 1) & (lengths <= sides[..., None])).all(0)
+    chosen = fits.to(torch.uint8).argmax(0).expand(2, 1, count)
+    any_fits = fits.any(0)
+    length = torch.where(any_fits, lengths.gather(1, chosen)[:, 0], largest)
+    share = torch.where(any_fits, torch.rand(2, count, device=device), 0.5)
+    return (share * (sides + 1 - length)).floor_(), length
 
 
-def resize_matrices(first: Tensor, length: Tensor, pixels: int, size: int, cubic: Tensor) -> Tensor:
-    """Matrices (b, size, pixels) that take ``length`` pixels from ``first`` on and resize them to ``size``.
+def resize_matrices(
+    first: Tensor, length: Tensor, pixels: int, size: int, cubic: Tensor | bool
+) -> Tensor:
+    """Matrices (..., size, pixels) that take ``length`` pixels from ``first`` on, resized to ``size``.
 
-    Pillow's filters: bicubic with a = -1/2 where ``cubic``, else bilinear, widened where the picture
-    shrinks, cut at the box and with rows that sum to 1.
+    ``first`` and ``length`` are (...) of whole numbers. Pillow's filters: bicubic with a = -1/2 where ``cubic``
+    (which broadcasts to the matrices), else bilinear, widened where the picture shrinks, cut at the box and
+    with rows that sum to 1.
     """
-    step = (length / size)[:, None, None]
-    middle = first[:, None, None] + (torch.arange(size, device=first.device)[:, None] + 0.5) * step
-    pixel = torch.arange(pixels, device=first.device)
-    x = ((pixel + 0.5 - middle) / step.clamp(min=1)).abs()
-    near = (1.5 * x - 2.5) * x * x + 1
-    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
-    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0))
-    weights = torch.where(cubic[:, None, None], weights, (1 - x).clamp(min=0))
-    inside = (pixel >= first[:, None]) & (pixel < (first + length)[:, None])
-    weights = weights * inside[:, None]
-    return weights / weights.sum(2, keepdim=True)
+    first, length = first[..., None, None], length[..., None, None]
+    step = length / size
+    middle = torch.addcmul(first, torch.arange(0.5, size, device=first.device)[:, None], step)
+    pixel = torch.arange(0.5, pixels, device=first.device)
+    # 1 in the middle of the filter, 0 one pixel off, -1 two pixels off, where the cubic ends.
+    near = 1 - ((pixel - middle) / step.clamp(min=1)).abs_()
+    weights = linear = near.clamp(min=0)
+    if cubic is not False:
+        # Twice Keys' cubic in one formula: its inner piece is the outer one and a term that ends at 0.
+        outer = near * (near + 1).clamp_(min=0).square_()
+        weights = torch.addcmul(outer, 2 - 4 * linear, linear.square())
+        if cubic is not True:
+            weights = torch.where(cubic, weights, linear)
+    weights = weights * ((pixel > first) & (pixel < first + length))
+    return weights / weights.sum(-1, keepdim=True)
+
+
+@functools.cache
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers on the device, sent there once: the host may have to wait for a copy."""
+    return torch.tensor(values, dtype=torch.float32, device=device)

@@ -66,7 +66,9 @@ class ModelSettings:
     model: str = "softpp_tiny"
     """any model that timm knows; `softfree models` lists ours"""
     img_size: int = 224
-    """side of the pictures, and of the positions the model learns"""
+    """side of the pictures"""
+    positions_at: int = 0
+    """our backbones: side of the pictures their positions are laid out for, resized to others; 0: --img-size"""
     attention: str = ""
     """attention in our backbones: soft, softpp, softmax, linformer, performer or nystromformer; '': their own"""
     model_kwargs: tuple[str, ...] = ()
@@ -138,7 +140,8 @@ def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
     }  # fmt: skip
     # 20 epochs, for data the size of Tiny-ImageNet-100.
     short: dict[str, dict[str, Any]] = {
-        "model": dict(img_size=128),
+        # The positions stay those of 224 x 224, as in the authors' code.
+        "model": dict(img_size=128, positions_at=224),
         "augment": dict(
             scale=(0.6, 1.0), color_jitter=0.0, train_interpolation="bicubic", crop_pct=1.0
         ),
@@ -208,6 +211,8 @@ class Classification(Task):
                 num_classes=len(data.class_names),
             )
         self.model_kwargs = parse_model_kwargs(model.model_kwargs)
+        if model.positions_at and is_ours(model.model):
+            self.model_kwargs.setdefault("img_size", model.positions_at)
         if model.attention:
             self.model_kwargs["attention"] = model.attention
         network = create_network(
@@ -252,8 +257,6 @@ class Classification(Task):
         return model
 
     def collate(self, samples: list[Any]) -> Batch:
-        if self.settings.data.data_on_device:
-            return Batch(torch.tensor(samples), torch.tensor(samples), [])
         batch = collate_images(samples, refill=True)
         if len(batch.labels):
             return batch
@@ -265,18 +268,18 @@ class Classification(Task):
         return collate_images([readable] * len(samples))._replace(unreadable=batch.unreadable)
 
     def collate_eval(self, samples: list[Any]) -> Batch:
-        if self.settings.data.data_on_device:
-            return self.collate(samples)
         return collate_images(samples)
 
-    def train_step(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def train_step(
+        self, model: nn.Module, batch: Batch | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if isinstance(batch, Tensor):
+            batch = self.read_resident(batch)
         if not len(batch.labels):
             first = batch.unreadable[0]
             raise ValueError(
                 f"none of the training pictures can be read, e.g. {first.path}: {first.reason}"
             )
-        if self.settings.data.data_on_device:
-            batch = self.read_resident(batch.images)
         images, labels = self.normalize(batch.images), batch.labels
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)
@@ -303,13 +306,12 @@ class Classification(Task):
             ratio=augment.ratio,
             hflip=self.hflip,
             interpolation=augment.train_interpolation,
+            channels_last=self.settings.run.channels_last,
         )
-        if self.settings.run.channels_last:
-            images = images.to(memory_format=torch.channels_last)
         return Batch(images, resident.labels[indices], [])
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[Batch], processes: Processes
+        self, model: nn.Module, batches: Iterable[Any], processes: Processes
     ) -> dict[str, float]:
         if self.settings.data.data_on_device:
             size = self.settings.model.img_size
@@ -342,17 +344,17 @@ def check_resident(augment: AugmentSettings) -> None:
 
 
 def resident_batches(
-    resident: ResidentImages, indices: Iterable[Batch], size: int, preparation: dict[str, Any]
+    resident: ResidentImages, batches: Iterable[Tensor], size: int, preparation: dict[str, Any]
 ) -> Iterator[Batch]:
-    """Batches of test pictures at ``size`` for batches whose images are indices."""
-    for batch in indices:
+    """Batches of test pictures at ``size`` for batches of indices."""
+    for indices in batches:
         images = resident.centre_crops(
-            batch.images,
+            indices,
             size,
             crop_pct=preparation["crop_pct"],
             interpolation=preparation["interpolation"],
         )
-        yield Batch(images, resident.labels[batch.images], [])
+        yield Batch(images, resident.labels[indices], [])
 
 
 class Normalize(nn.Module):
@@ -363,13 +365,13 @@ class Normalize(nn.Module):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
-        self.mean = 255 * torch.tensor(mean)[:, None, None]
-        self.std = 255 * torch.tensor(std)[:, None, None]
+        scale = 1 / (255 * torch.tensor(std)[:, None, None])
+        self.scale, self.shift = scale, -255 * torch.tensor(mean)[:, None, None] * scale
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.mean.device != images.device:
-            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        return (images.float() - self.mean) / self.std
+        if self.scale.device != images.device:
+            self.scale, self.shift = self.scale.to(images.device), self.shift.to(images.device)
+        return torch.addcmul(self.shift, images.float(), self.scale)
 
 
 def preparation_of(model: nn.Module, img_size: int) -> dict[str, Any]:
@@ -461,12 +463,17 @@ def create_network(
     create = functools.partial(timm.create_model, name, num_classes=num_classes)
     with torch.device("meta" if meta else "cpu"):
         try:
-            return create(img_size=img_size, **kwargs)
+            return create(**{"img_size": img_size, **kwargs})
         except TypeError as error:
             # Networks that take any size have no such argument.
             if "img_size" not in str(error):
                 raise ValueError(f"--model {name} does not take --model-kwargs: {error}") from error
             return create(**kwargs)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a model of timm's registry is one of softfree's."""
+    return timm.models.model_entrypoint(name).__module__.startswith("softfree.")
 
 
 def check_model_name(name: str) -> None:

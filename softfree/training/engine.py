@@ -14,16 +14,18 @@ import copy
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from timm.layers import convert_sync_batchnorm
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from softfree.data.resident import Indices
 from softfree.training import checkpoint, distributed
 from softfree.training.devices import amp_dtype_for, to_device
 from softfree.training.distributed import Agreement, Processes
@@ -59,7 +61,8 @@ class Task(ABC):
         name: e.g. "classification".
         metric: the number of :meth:`evaluate` that decides which checkpoint is the best.
         higher_is_better: whether more of it is better.
-        train_data, eval_data: map-style data sets.
+        train_data, eval_data: map-style data sets. With :class:`~softfree.data.resident.Indices`, whose
+            pictures the task keeps on the device, a batch is a tensor of indices there.
     """
 
     name: str
@@ -74,7 +77,10 @@ class Task(ABC):
 
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of a batch on the device, and other numbers for the log (0-dim tensors)."""
+        """Loss of a batch on the device, and other numbers for the log: 0-dim tensors.
+
+        They are read when the log is written, so nothing may change them afterwards.
+        """
 
     @abstractmethod
     def evaluate(
@@ -195,6 +201,8 @@ class _Training:
             torch.amp.GradScaler(self.device.type, enabled=self.amp_dtype == torch.float16),
             processes,
         )
+        # Of a pass in its step: where the backward pass begins, instead of 1.
+        self.share = torch.tensor(1 / optim.grad_accum_steps, device=self.device)
         self.position = Position()
         self.saving = Interval.parse(run.save_every)
         self.saved_at, self.saved_step = time.monotonic(), -1
@@ -244,7 +252,7 @@ class _Training:
         if self.run.sync_bn:
             if self.device.type != "cuda" or self.processes.count == 1:
                 raise ValueError("--sync-bn needs several processes on GPUs (torchrun)")
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            model = convert_sync_batchnorm(model)  # timm's keeps the activations of its norms
         layout = torch.channels_last if self.run.channels_last else torch.preserve_format
         return model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
 
@@ -352,34 +360,36 @@ class _Training:
     def _step(self, batches: Iterator[Any]) -> Any:
         """One step of the optimizer; returns the last batch."""
         position, passes = self.position, self.optim.grad_accum_steps
-        sums: dict[str, Tensor] = {}
+        numbers = []
         for pass_ in range(passes):
             batch = next(batches)
             seed_all(self.run.seed, 1 + position.step, pass_, self.processes.rank)
             with distributed.gradients_stay_local(self.model, pass_ < passes - 1):
                 with self._autocast():
-                    loss, numbers = self.task.train_step(self.model, batch)
-                self.optimizer.scaler.scale(loss / passes).backward()
-            for name, value in {"loss": loss, **numbers}.items():
-                share = value.detach() / passes
-                sums[name] = sums[name] + share if name in sums else share
-        self.optimizer.step(self.schedule(position.step), sums)
+                    loss, others = self.task.train_step(self.model, batch)
+                self.optimizer.scaler.scale(loss).backward(self.share)
+            numbers.append({name: x.detach() for name, x in {"loss": loss, **others}.items()})
+        self.optimizer.step(self.schedule(position.step), numbers)
         if self.ema is not None:
             self.ema.update(self.plain, step=position.step)
         return batch
 
     def _training_batches(self) -> Generator[Any]:
         self.sampler.start, self.sampler.stop = self.position.step, self.schedule.total
-        loader = self._loader(
-            Augmented(self.task.train_data, self.run.seed),
-            self.sampler,
-            self.task.collate,
-            workers=self.run.workers,
-        )
-        return self._on_device(loader)
+        data = self.task.train_data
+        if not isinstance(data, Indices):
+            data = Augmented(data, self.run.seed)
+        return self._batches(data, self.sampler, self.task.collate)
 
-    def _loader(self, data: MapData, sampler: Any, collate: Any, workers: int) -> DataLoader:
-        return DataLoader(
+    def _batches(
+        self, data: MapData, sampler: StepSampler | EvalSampler, collate: Callable[[list[Any]], Any]
+    ) -> Generator[Any]:
+        """Batches on the device."""
+        if isinstance(data, Indices):
+            # Nothing to read: processes and queues would cost more than the indices.
+            return sampler.on_device(self.device)
+        workers = self.run.workers
+        loader: DataLoader = DataLoader(
             data,  # type: ignore[arg-type]
             batch_sampler=sampler,
             collate_fn=collate,
@@ -388,6 +398,7 @@ class _Training:
             worker_init_fn=ignore_signals,
             prefetch_factor=4 if workers else None,
         )
+        return self._on_device(loader)
 
     def _on_device(self, loader: DataLoader) -> Generator[Any]:
         iterator = iter(loader)
@@ -475,13 +486,12 @@ class _Training:
             self.processes.rank,
             self.processes.count,
         )
-        loader = self._loader(
-            self.task.eval_data, sampler, self.task.collate_eval, workers=self.run.workers
-        )
+        batches = self._batches(self.task.eval_data, sampler, self.task.collate_eval)
         model.eval()
         with torch.no_grad(), self._autocast():
-            batches = self._until_stopped(self._on_device(loader), stop_request)
-            scores = self.task.evaluate(model, batches, self.processes)
+            scores = self.task.evaluate(
+                model, self._until_stopped(batches, stop_request), self.processes
+            )
         self.plain.train()
         position.evaluated = position.step
         score = scores[metric]

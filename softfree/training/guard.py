@@ -1,11 +1,13 @@
 """Steps without a finite gradient are left out, on the device: the host does not wait to find out.
 
 The norm of the gradient tells: it is finite if and only if every entry is (and small enough). AdamW's fused
-kernel takes a flag ``found_inf`` from the device and then changes neither weights nor its own state. The
-counts stay on the device, too, and are read when the log is written.
+kernel takes a flag ``found_inf`` from the device and then changes neither weights nor its own state. Norms and
+losses stay on the device, too; they are read, and bad steps counted, when the log is written.
 """
 
-from collections.abc import Callable, Mapping
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,69 +43,68 @@ class GuardedOptimizer:
         self.clip = clip
         self.scaler = scaler
         self.processes = processes
-        self.sums: dict[str, Tensor] = {}
-        zero = torch.zeros((), device=processes.device)
-        self.steps, self.skipped, self.in_a_row = zero.clone(), zero.clone(), zero.clone()
-        # A forward pass with such numbers also spoils the statistics of batch norms.
-        self.spoiled = zero.clone()
+        # Of every step since the last reading: names and numbers, the norm at the end.
+        self.unread: list[list[tuple[str, Tensor]]] = []
+        self.in_a_row = 0
+        # A forward pass with bad numbers also spoils the statistics of batch norms.
+        self.norms_since_settled: list[Tensor] = []
         self.buffers = [b for b in model.buffers() if b.is_floating_point()]
         self.kept_buffers = [b.clone() for b in self.buffers]
 
-    def step(self, lr: float, numbers: Mapping[str, Tensor]) -> None:
-        """Clip, step, clear the gradients; add ``numbers`` (0-dim tensors) to the sums of the log."""
+    def step(self, lr: float, passes: Sequence[Mapping[str, Tensor]]) -> None:
+        """Clip, step, clear the gradients; keep the numbers of each pass (0-dim tensors) for the log."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients, foreach=True)
-        if self.clip:
-            nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm, foreach=True)
-        norm = whole(norm)
-        bad = ~norm.isfinite()
-        self.optimizer.grad_scale, self.optimizer.found_inf = None, bad.float()  # type: ignore[attr-defined]
+        norms = torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
+        # AdamW's kernel divides gradients by this: clipping needs no pass over them of its own.
+        self.optimizer.grad_scale = (norm / self.clip).clamp_(min=1) if self.clip else None  # type: ignore[attr-defined]
+        # Infinity and NaN, times 0, are NaN.
+        self.optimizer.found_inf = (norm * 0 != 0).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         if self.scaler.is_enabled():
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        self.skipped += bad
-        self.spoiled += bad
-        self.in_a_row.add_(1).mul_(bad)
-        for name, value in {**numbers, "grad_norm": norm}.items():
-            value = torch.where(bad, 0.0, value.detach().float())
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.norms_since_settled.append(norm)
+        numbers = [number for each in passes for number in each.items()]
+        self.unread.append([*numbers, ("grad_norm", norm)])
 
     def read(self) -> tuple[dict[str, float], int, int]:
         """Means of the numbers since the last reading, steps left out since then, and in a row until now.
 
         This waits for the device.
         """
-        names = list(self.sums)
-        sums = torch.stack([self.sums[name] for name in names]) if names else torch.empty(0)
-        sums = total(sums, self.processes) / self.processes.count
-        counts = torch.stack([self.steps, self.skipped, self.in_a_row])
-        steps, skipped, in_a_row = (int(value) for value in counts.tolist())
-        means = {
-            name: value / (steps - skipped) if steps > skipped else float("nan")
-            for name, value in zip(names, sums.tolist(), strict=True)
-        }
-        self.sums.clear()
-        self.steps.zero_()
-        self.skipped.zero_()
+        flat = torch.stack([x for step in self.unread for _, x in step]).double()
+        values = iter((total(flat, self.processes) / self.processes.count).tolist())
+        seen: dict[str, list[float]] = {name: [] for step in self.unread for name, _ in step}
+        skipped = 0
+        for step in self.unread:
+            numbers = [(name, next(values)) for name, _ in step]
+            if math.isfinite(numbers[-1][1]):
+                self.in_a_row = 0
+                for name, value in numbers:
+                    seen[name].append(value)
+            else:
+                self.in_a_row += 1
+                skipped += 1
+        self.unread.clear()
         self.settle_buffers()
-        return means, skipped, in_a_row
+        means = {name: statistics.fmean(x) if x else math.nan for name, x in seen.items()}
+        return means, skipped, self.in_a_row
 
     def settle_buffers(self) -> None:
         """Make sure that buffers are sound before they are used or saved; this waits for the device.
 
         After a step without a finite gradient they go back to where they were when last settled.
         """
-        if self.buffers and bool(self.spoiled):
+        norms = self.norms_since_settled
+        if self.buffers and norms and not bool(torch.stack(norms).isfinite().all()):
             torch._foreach_copy_(self.buffers, self.kept_buffers)
         elif self.buffers:
             torch._foreach_copy_(self.kept_buffers, self.buffers)
-        self.spoiled.zero_()
+        norms.clear()
 
 
 def find_nonfinite(

@@ -5,10 +5,13 @@ into the next epoch, and a sample's augmentation depends on (seed, epoch, index)
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+import operator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from softfree.data.images import seed_generators
@@ -78,18 +81,30 @@ class StepSampler(Sampler[list[Key]]):
         return (self.stop - self.start) * self.passes
 
     def __iter__(self) -> Iterator[list[Key]]:
-        order: list[int] = []
-        shuffled_epoch = -1
+        for epoch, slices in itertools.groupby(self._slices(), operator.itemgetter(0)):
+            order = self._order(epoch)
+            for _, part in slices:
+                yield [(epoch, index) for index in order[part]]
+
+    def on_device(self, device: torch.device) -> Generator[Tensor]:
+        """The same batches as indices on a device, where the order of an epoch goes as a whole."""
+        for epoch, slices in itertools.groupby(self._slices(), operator.itemgetter(0)):
+            order = torch.tensor(self._order(epoch), device=device)
+            for _, part in slices:
+                yield order[part]
+
+    def _slices(self) -> Iterator[tuple[int, slice]]:
+        """Of each batch the epoch, and where it lies in that epoch's order."""
         for step in range(self.start, self.stop):
             epoch, position = divmod(step, self.steps_per_epoch)
-            if epoch != shuffled_epoch:
-                generator = torch.Generator().manual_seed(self.seed + epoch)
-                order = self.permute(self.samples, self.batch_size, generator)
-                shuffled_epoch = epoch
             for pass_ in range(self.passes):
                 part = pass_ * self.processes + self.rank
                 begin = position * self.global_batch + part * self.batch_size
-                yield [(epoch, index) for index in order[begin : begin + self.batch_size]]
+                yield epoch, slice(begin, begin + self.batch_size)
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return self.permute(self.samples, self.batch_size, generator)
 
 
 def shuffle(samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
@@ -110,6 +125,11 @@ class EvalSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for begin in range(0, len(self.indices), self.batch_size):
             yield list(self.indices[begin : begin + self.batch_size])
+
+    def on_device(self, device: torch.device) -> Generator[Tensor]:
+        """The same batches as indices on a device."""
+        for indices in self:
+            yield torch.tensor(indices, device=device)
 
 
 @contextlib.contextmanager

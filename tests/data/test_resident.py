@@ -30,7 +30,7 @@ def files(tmp_path):
 def test_resizing_equals_pillow(files, size, interpolation):
     pixels = torch.from_numpy(np.array(Image.open(files.paths[0]))).permute(2, 0, 1).float()
     top, left, height, width = (torch.tensor([float(x)]) for x in (3, 5, 14, 11))
-    cubic = torch.tensor([interpolation == "bicubic"])
+    cubic = interpolation == "bicubic"
     down = resize_matrices(top, height, 20, size, cubic)[0]
     across = resize_matrices(left, width, 24, size, cubic)[0]
     wide = (pixels @ across.T).round().clamp(0, 255)
@@ -100,6 +100,28 @@ def test_the_same_seed_gives_the_same_crops(files):
             resident.random_crops(torch.arange(6), 16, **BOX, hflip=0.5, interpolation="random")
         )
     assert torch.equal(*crops)
+
+
+def test_crops_have_the_layout_asked_for_and_the_same_pixels(files):
+    resident = ResidentImages(files, "cpu")
+    crops = []
+    for channels_last in (False, True):
+        torch.manual_seed(3)
+        crops.append(
+            resident.random_crops(
+                torch.arange(6), 16, **BOX, hflip=0.5, channels_last=channels_last
+            )
+        )
+    assert crops[0].is_contiguous() and crops[1].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(*crops)
+
+
+def test_each_picture_has_its_own_filter_when_it_is_random():
+    first, length = torch.tensor([2.0, 2.0]), torch.tensor([5.0, 5.0])
+    mixed = resize_matrices(first, length, 9, 4, torch.tensor([True, False])[:, None, None])
+    cubic, linear = (resize_matrices(first, length, 9, 4, kind) for kind in (True, False))
+    assert not torch.allclose(cubic, linear)
+    torch.testing.assert_close(mixed, torch.stack([cubic[0], linear[1]]))
 
 
 def test_pictures_of_different_sizes_are_refused(files, tmp_path):

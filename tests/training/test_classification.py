@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from softfree.training.classification import (
     train_classification,
 )
 from softfree.training.distributed import Processes
+from softfree.training.engine import train
 from softfree.training.sampling import seed_all
 from softfree.training.settings import OptimSettings, RunSettings
 
@@ -122,6 +125,17 @@ def test_pictures_on_the_device_give_the_same_crops_after_a_resume(tmp_path):
     train_classification(on_device(tmp_path / "again"))
     once, again = (read_weights(tmp_path / name / "last") for name in ("once", "again"))
     assert all(torch.equal(once[name], again[name]) for name in once)
+
+    class Stopped(Classification):
+        def train_step(self, model, batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().train_step(model, batch)
+
+    given = on_device(tmp_path / "stopped")
+    assert train(Stopped(given), given.optim, given.run, "{}").position.step == 1
+    assert train_classification(on_device(tmp_path / "stopped", resume="auto")).position.step == 2
+    resumed = read_weights(tmp_path / "stopped" / "last")
+    assert all(torch.equal(once[name], resumed[name]) for name in once)
     crops = []
     for _ in range(2):  # a new task reads the pictures anew, as a run that goes on does
         task = Classification(on_device())
@@ -141,6 +155,17 @@ def test_pictures_on_the_device_refuse_what_is_done_on_the_cpu():
                 given, augment=AugmentSettings(color_jitter=0.0, train_interpolation="nearest")
             )
         )
+
+
+def test_positions_can_be_laid_out_for_another_size_and_a_checkpoint_remembers_it(tmp_path):
+    train_classification(settings(tmp_path, model={"positions_at": 64}))
+    model, metadata = load_classifier(tmp_path / "best")
+    assert metadata["img_size"] == 32
+    assert model.stages[0].pos_embed.weight.shape[1] == (64 // 4) ** 2
+    others = Classification(
+        settings(model={"positions_at": 64, "model": "resnet18", "model_kwargs": ()})
+    )
+    assert others.model_kwargs == {}
 
 
 def test_digits_are_not_mirrored():

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 from softfree.data.images import Unreadable
-from softfree.training import checkpoint, distributed
+from softfree.training import checkpoint, distributed, engine
 from softfree.training.checkpoint import read_checkpoint, read_state, read_weights
 from softfree.training.guard import NonFiniteError
 
@@ -415,3 +416,12 @@ def test_the_host_does_not_wait_for_the_device_between_logs(tmp_path):
         run_toy(tmp_path, Watched(), device="cuda", steps=6, log_interval=100, model_ema=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_batch_norms_over_processes_keep_the_activations_of_the_norms_they_replace():
+    torch.manual_seed(0)
+    stem = nn.Sequential(timm.layers.ConvNormAct(3, 4, 3)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = stem(x)
+    assert (expected == 0).any()  # by the ReLU
+    assert torch.equal(engine.convert_sync_batchnorm(stem)(x), expected)

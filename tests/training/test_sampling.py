@@ -36,6 +36,15 @@ def test_processes_and_passes_share_out_one_global_batch(processes, passes):
         assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.parametrize("start", [0, 7])
+def test_indices_on_a_device_are_those_of_the_keys(start):
+    sampler = StepSampler(23, 4, 2, 1, 1, 0, start, 10)
+    expected = [[index for _, index in keys] for keys in sampler]
+    assert [indices.tolist() for indices in sampler.on_device(torch.device("cpu"))] == expected
+    shares = EvalSampler(11, 3, 1, 2)
+    assert [indices.tolist() for indices in shares.on_device(torch.device("cpu"))] == list(shares)
+
+
 def test_evaluation_takes_each_sample_once_also_with_more_processes_than_samples():
     for samples, processes in ((11, 2), (11, 4), (1, 3)):
         parts = [list(EvalSampler(samples, 3, rank, processes)) for rank in range(processes)]
