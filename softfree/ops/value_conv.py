@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfree.ops.exportable import exporting
-from softfree.ops.kernels import HAS_TRITON
+from softfree.ops.kernels import HAS_TRITON, block, power_of_two
 
 MAX_CHANNELS = 128
 MAX_KERNEL = 15
@@ -138,13 +138,9 @@ def _tiles(
     v: Tensor, heads: int, kernel: int, height: int, width: int
 ) -> tuple[dict[str, int], int, int]:
     """Blocks of a program, and how many of them cover the image's rows and columns."""
-    block_c = max(16, _power_of_two(v.shape[2] // heads))
-    block_x = min(64, max(16, _power_of_two(width + kernel - 1)))
-    rows = max(1, min(128 // block_c, _power_of_two(height)))
+    block_c = block(v.shape[2] // heads)
+    block_x = min(64, block(width + kernel - 1))
+    rows = max(1, min(128 // block_c, power_of_two(height)))
     columns = block_x - kernel + 1
     blocks = dict(BLOCK_X=block_x, ROWS=rows, BLOCK_C=block_c)
     return blocks, -(-height // rows), -(-width // columns)
-
-
-def _power_of_two(length: int) -> int:
-    return 1 << max(0, length - 1).bit_length()

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops.chunked import token_tensor
 from softfree.ops.exportable import exporting
-from softfree.ops.kernels import HAS_TRITON
+from softfree.ops.kernels import HAS_TRITON, block, power_of_two, tiles_of
 
 # Channels of q and of the result that the kernels take; more spill registers.
 MAX_CHANNELS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 64}
@@ -232,18 +232,18 @@ def _tile(kernel: str, out: Tensor, weight: Tensor) -> Tile:
     from softfree.ops.kernels.launch import processors
 
     d_out, d_in, down, across = weight.shape
-    block = max(_block(d_in), _block(d_out))
-    if out.dtype.itemsize == 2 and block <= 32:
+    widest = block(max(d_in, d_out))
+    if out.dtype.itemsize == 2 and widest <= 32:
         tile = TILES[kernel]
     else:
-        tile = Tile(32, 1, 8 if block > 32 else 4, 2)
-    tokens = min(tile.tokens, _power_of_two(down * across))
+        tile = Tile(32, 1, 8 if widest > 32 else 4, 2)
+    tokens = min(tile.tokens, power_of_two(down * across))
     few = _tiles(out, tile) < processors(out.device)
     return tile._replace(windows=16 if few else tile.windows, tokens=tokens)
 
 
 def _tiles(out: Tensor, tile: Tile) -> int:
-    return -(-out.numel() // (out.shape[3] * tile.windows))
+    return tiles_of(out.numel(), out.shape[3] * tile.windows)
 
 
 def _options(tile: Tile, q: Tensor, weight: Tensor) -> dict[str, Any]:
@@ -252,15 +252,7 @@ def _options(tile: Tile, q: Tensor, weight: Tensor) -> dict[str, Any]:
     d_out, d_in, down, across = weight.shape
     return dict(
         DOWN=down, ACROSS=across, WINDOWS=tile.windows, TOKENS=tile.tokens,
-        BLOCK_D=_block(d_in), BLOCK_O=_block(d_out),
+        BLOCK_D=block(d_in), BLOCK_O=block(d_out),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages, **AMPERE,
     )  # fmt: skip
-
-
-def _block(length: int) -> int:
-    return max(16, _power_of_two(length))
-
-
-def _power_of_two(length: int) -> int:
-    return 1 << max(0, length - 1).bit_length()

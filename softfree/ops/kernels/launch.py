@@ -18,6 +18,7 @@ from torch import Tensor
 from softfree.ops import mixing as torch_mixing
 from softfree.ops.chunked import token_tensor
 from softfree.ops.inverse import add_ridge, start_value
+from softfree.ops.kernels import block, power_of_two, tiles_of
 from softfree.ops.kernels.mixing import (
     landmark_matrix_kernel,
     mixing_backward_kernel,
@@ -97,7 +98,7 @@ class _Shape(NamedTuple):
         batch, heads, m, d = landmarks.shape
         d_v = v.shape[3]
         half = q.dtype.itemsize == 2
-        blocks = _block(m), _block(d), _block(d_v)
+        blocks = block(m), block(d), block(d_v)
         hopper = is_hopper(q.device)
         fits = _fits(q, blocks[0], max(blocks[1:]))
         tile_m = blocks[0] if fits else LANDMARK_TILE[_generation(hopper)]
@@ -115,7 +116,7 @@ class _Shape(NamedTuple):
     @property
     def tiles(self) -> int:
         """Of landmarks, in a token pass."""
-        return _tiles_of(self.m, self.tile_m)
+        return tiles_of(self.m, self.tile_m)
 
     @property
     def target(self) -> dict[str, str]:
@@ -125,19 +126,6 @@ class _Shape(NamedTuple):
 
 def _generation(hopper: bool) -> str:
     return "Hopper" if hopper else "before"
-
-
-# Triton's own functions of these names also work inside kernels, and take 5 microseconds a call outside.
-def _tiles_of(length: int, tile: int) -> int:
-    return -(-length // tile)
-
-
-def _power_of_two(length: int) -> int:
-    return 1 << (length - 1).bit_length()
-
-
-def _block(length: int) -> int:
-    return max(16, _power_of_two(length))
 
 
 def unsupported(q: Tensor, v: Tensor, landmarks: Tensor) -> str | None:
@@ -152,17 +140,17 @@ def unsupported(q: Tensor, v: Tensor, landmarks: Tensor) -> str | None:
     return None
 
 
-def _fits(q: Tensor, block_m: int, block: int) -> bool:
+def _fits(q: Tensor, block_m: int, widest: int) -> bool:
     """Whether a program of a token pass can hold all landmarks, by what the compiler reports it needs."""
     if block_m > MAX_LANDMARKS_AT_ONCE:
         return False
     hopper = is_hopper(q.device)
     if q.dtype == torch.bfloat16:
-        return block_m * block <= (128 * 128 if hopper else 64 * 64)
+        return block_m * widest <= (128 * 128 if hopper else 64 * 64)
     # The other dtypes keep W and dU in float32, and float32 its tokens split in two.
     if not hopper:
-        return block_m <= 64 and block <= 32
-    return (block <= 32 and block_m <= 128) or block_m <= 32
+        return block_m <= 64 and widest <= 32
+    return (widest <= 32 and block_m <= 128) or block_m <= 32
 
 
 def forward(
@@ -301,7 +289,7 @@ def backward(
             roles.append((keys, grad_k, n_k, False, True))
         for tokens, out, length, as_queries, as_keys in roles:
             strides_here = [s for t in (tokens, grad, v, out, grad_v) for s in _strides(t)]
-            spread_wide_backward_kernel[(shape.rows * _tiles_of(length, tile.tokens),)](
+            spread_wide_backward_kernel[(shape.rows * tiles_of(length, tile.tokens),)](
                 tokens, grad, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), w, du, out, grad_v,
                 shape.heads, length, shape.m, shape.d, shape.d_v, *strides_here, scale, log2_scale,
                 QUERIES=as_queries, KEYS=as_keys, HAS_KEY_MASK=key_mask is not None and as_keys,
@@ -350,7 +338,7 @@ def _landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: flo
     """``A = kappa(L, L)``, (batch, heads, m, m), of landmarks too many for one program."""
     batch, heads, m, d = landmarks.shape
     a = torch.empty((batch, heads, m, m), dtype=torch.float32, device=landmarks.device)
-    tiles = _tiles_of(m, 64)
+    tiles = tiles_of(m, 64)
     landmark_matrix_kernel[(batch * heads * tiles * tiles,)](
         landmarks, _or(landmark_mask, landmarks), a, heads, m, d, scale, tiles,
         BLOCK=64, HAS_LANDMARK_MASK=landmark_mask is not None,
@@ -364,7 +352,7 @@ def _newton_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Ten
     y = start_value(a, start, ridge) * b
     by, spare = torch.empty_like(y), torch.empty_like(y)
     m = a.shape[-1]
-    tiles = _tiles_of(m, NEWTON_TILE)
+    tiles = tiles_of(m, NEWTON_TILE)
     grid = (a.shape[0] * a.shape[1] * tiles * tiles,)
     options = dict(
         BLOCK=NEWTON_TILE, BLOCK_K=32, HALVES=iterations <= MAX_HALVES_ITERATIONS,
@@ -398,7 +386,7 @@ def _spread(
         num_warps=tile.warps, num_stages=tile.stages, **shape.target,
     )  # fmt: skip
     if shape.tiles > 1:
-        spread_wide_kernel[(shape.rows * _tiles_of(n, tile.tokens),)](
+        spread_wide_kernel[(shape.rows * tiles_of(n, tile.tokens),)](
             *tensors, *sizes, *_strides(q), *_strides(x), log2_scale, **options
         )
     else:
@@ -445,10 +433,10 @@ def _one_launch(n: int, shape: _Shape, like: Tensor) -> bool:
 
 def _deal(n: int, tile: Tile, rows: int, like: Tensor) -> tuple[int, int]:
     """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
-    tiles = _tiles_of(n, tile.tokens)
-    wanted = _tiles_of(tile.programs * processors(like.device), rows)
-    stretch = _tiles_of(tiles, min(tiles, wanted)) * tile.tokens
-    return _tiles_of(n, stretch), stretch
+    tiles = tiles_of(n, tile.tokens)
+    wanted = tiles_of(tile.programs * processors(like.device), rows)
+    stretch = tiles_of(tiles, min(tiles, wanted)) * tile.tokens
+    return tiles_of(n, stretch), stretch
 
 
 @functools.cache
@@ -466,7 +454,7 @@ def processors(device: torch.device) -> int:
 
 def _parts_at_once(parts: int, rows: int, columns: int) -> int:
     """How many parts of a sum a program loads together: as many as there are, while registers last."""
-    return min(_power_of_two(parts), max(1, 4 * 64 * 32 // (rows * columns)))
+    return min(power_of_two(parts), max(1, 4 * 64 * 32 // (rows * columns)))
 
 
 def _small(landmarks: Tensor, shape: _Shape, width: int) -> Tensor:
