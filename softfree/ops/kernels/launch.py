@@ -22,7 +22,6 @@ from softfree.ops.kernels import block, power_of_two, tiles_of
 from softfree.ops.kernels.mixing import (
     landmark_matrix_kernel,
     mixing_backward_kernel,
-    mixing_in_memory_kernel,
     mixing_kernel,
     newton_product_kernel,
 )
@@ -318,19 +317,18 @@ def _mix(
 ) -> Tensor:
     """Write the inverse and U; return W = Y' U."""
     w = torch.empty_like(u)
-    tensors = (landmarks, _or(landmark_mask, landmarks), parts, inverse, u, w)
-    sizes = (shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge)
-    options = dict(
+    scratch, panel = w, 0
+    if shape.block_m > MAX_LANDMARKS_IN_REGISTERS:
+        sizes = (shape.rows, 3, shape.block_m, shape.block_m)
+        scratch, panel = torch.empty(sizes, dtype=torch.float32, device=u.device), 32
+    mixing_kernel[(shape.rows,)](
+        landmarks, _or(landmark_mask, landmarks), parts, inverse, u, w, scratch,
+        shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
         BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-        PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
+        PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
         HAS_LANDMARK_MASK=landmark_mask is not None, FLOAT32=landmarks.dtype == torch.float32,
         **newton, num_warps=_tile("mixing", shape).warps, **AMPERE,
     )  # fmt: skip
-    if shape.block_m <= MAX_LANDMARKS_IN_REGISTERS:
-        mixing_kernel[(shape.rows,)](*tensors, *sizes, **options)
-    else:
-        scratch = torch.empty((shape.rows, 3, shape.block_m, shape.block_m), device=u.device)
-        mixing_in_memory_kernel[(shape.rows,)](*tensors, scratch, *sizes, PANEL=32, **options)
     return w
 
 

@@ -254,50 +254,32 @@ def load_small(p_in, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def mixing_kernel(
-    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w,
-    heads, m, d, d_v, parts, scale, iterations, ridge,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
-    HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, HALVING: tl.constexpr,
-    HALVES: tl.constexpr, FLOAT32: tl.constexpr,
-):  # fmt: skip
-    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, U and W = Y' U."""
-    head = tl.program_id(0).to(tl.int64)
-    p_l += head * m * d
-    p_landmark_mask += (head // heads) * m
-    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
-    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
-    b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
-    store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
-    p_parts += head * parts * m * d_v
-    b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
-    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
-    b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
-    store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
-
-
-@triton.jit
-def mixing_in_memory_kernel(
     p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_scratch,
     heads, m, d, d_v, parts, scale, iterations, ridge,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     PANEL: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
     HALVING: tl.constexpr, HALVES: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """As ``mixing_kernel`` for many landmarks, with three matrices (M, M) a head to work in."""
+    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, U and W = Y' U.
+
+    ``PANEL`` is 0 where the inverse fits the registers; else p_scratch has three matrices (M, M) a head.
+    """
     head = tl.program_id(0).to(tl.int64)
     p_l += head * m * d
     p_landmark_mask += (head // heads) * m
     b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
-    p_b = p_scratch + head * 3 * BLOCK_M * BLOCK_M
-    p_y = p_b + BLOCK_M * BLOCK_M
-    p_by = p_y + BLOCK_M * BLOCK_M
-    newton_inverse_in_memory(
-        b_a, p_b, p_y, p_by, iterations, ridge, BLOCK_M, PANEL, HALVING, HALVES
-    )
-    b_y = load_small(p_y, BLOCK_M, BLOCK_M, BLOCK_M, BLOCK_M)
+    if PANEL == 0:
+        b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
+    else:
+        p_b = p_scratch + head * 3 * BLOCK_M * BLOCK_M
+        p_y = p_b + BLOCK_M * BLOCK_M
+        p_by = p_y + BLOCK_M * BLOCK_M
+        newton_inverse_in_memory(
+            b_a, p_b, p_y, p_by, iterations, ridge, BLOCK_M, PANEL, HALVING, HALVES
+        )
+        b_y = load_small(p_y, BLOCK_M, BLOCK_M, BLOCK_M, BLOCK_M)
     store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
     p_parts += head * parts * m * d_v
     b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
