@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops import chunked, exportable, reference
 from softfree.ops.inverse import check_iteration, compute_dtype, full_precision
-from softfree.ops.kernels import HAS_TRITON
+from softfree.ops.kernels import HAS_TRITON, on
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -56,9 +56,9 @@ def soft_attention(
         iterations: Newton steps of the inverse. Fewer steps cut off more small eigenvalues.
         start: start value of the inverse, ``"halving"`` or ``"scaled"``, chosen per matrix.
         ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01).
-        backend: ``"auto"``, at present always ``"torch"`` (any device, bounded memory); ``"reference"``,
-            the definition, for tests; ``"triton"``, fused CUDA kernels that are not finished: on Hopper
-            some of them read out of bounds, see ``softfree/ops/README.md``.
+        backend: ``"auto"``, fused Triton kernels on a CUDA device where they take the input, else
+            ``"torch"`` (any device, bounded memory); ``"triton"`` insists on the kernels and says why they
+            can't; ``"reference"``, the definition, for tests.
         landmark_mask: (batch, m) bool, True for the landmarks that take part; for padded sequences,
             where some pooling windows are empty.
 
@@ -236,7 +236,7 @@ def _attention(
     ridge: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False), full_precision(q):
+    with torch.autocast(q.device.type, enabled=False), full_precision(q.device), on(q.device):
         return _implementation(backend).forward(
             q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge
         )
@@ -270,7 +270,7 @@ def _attention_backward(
     normalize: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False), full_precision(q):
+    with torch.autocast(q.device.type, enabled=False), full_precision(q.device), on(q.device):
         return _implementation(backend).backward(
             grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize
         )

@@ -7,6 +7,7 @@ and not only an accuracy.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -198,18 +199,35 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@contextlib.contextmanager
-def full_precision(like: Tensor) -> Iterator[None]:
-    """Products of float32 in float32 on ``like``'s device, whatever ``float32_matmul_precision`` says.
+class _FullPrecision:
+    """The setting belongs to the process: the first thread in keeps what it was, the last one out restores it."""
 
-    TF32 keeps 11 bits, which a distance or an inverse amplifies.
-    """
-    if like.device.type != "cuda":
-        yield
-        return
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.before = ""
+
+    @contextlib.contextmanager
+    def __call__(self, device: torch.device) -> Iterator[None]:
+        """Products of float32 in float32 on a GPU, whatever ``float32_matmul_precision`` says.
+
+        TF32 keeps 11 bits, which a distance or an inverse amplifies.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        matmul = torch.backends.cuda.matmul
+        with self.lock:
+            if self.inside == 0:
+                self.before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+            self.inside += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inside -= 1
+                if self.inside == 0:
+                    matmul.fp32_precision = self.before
+
+
+full_precision = _FullPrecision()

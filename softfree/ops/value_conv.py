@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfree.ops.exportable import exporting
-from softfree.ops.kernels import HAS_TRITON, block, power_of_two
+from softfree.ops.kernels import HAS_TRITON, block, has_matrix_units, on, power_of_two
 
 MAX_CHANNELS = 128
 MAX_KERNEL = 15
@@ -43,6 +43,7 @@ def _fits(v: Tensor, weight: Tensor) -> bool:
         HAS_TRITON
         and not exporting()
         and v.device.type == "cuda"
+        and has_matrix_units(v.device)
         and v.dtype in (torch.float16, torch.bfloat16)
         and v.stride(2) == 1
         and v.shape[2] // weight.shape[0] <= MAX_CHANNELS
@@ -60,7 +61,8 @@ def _by_library(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
 
 @torch.library.custom_op("softfree::value_conv", mutates_args=())
 def _forward(v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
-    return _convolve(v, weight, height, width, flip=False)
+    with on(v.device):
+        return _convolve(v, weight, height, width, flip=False)
 
 
 @_forward.register_fake
@@ -73,8 +75,9 @@ def _backward(
     grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
-    grad_v = _convolve(grad, weight, height, width, flip=True)
-    return grad_v, _weight_gradient(grad, v, weight, height, width)
+    with on(v.device):
+        grad_v = _convolve(grad, weight, height, width, flip=True)
+        return grad_v, _weight_gradient(grad, v, weight, height, width)
 
 
 @_backward.register_fake

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops.chunked import token_tensor
 from softfree.ops.exportable import exporting
-from softfree.ops.kernels import HAS_TRITON, block, power_of_two, tiles_of
+from softfree.ops.kernels import HAS_TRITON, block, has_matrix_units, on, power_of_two, tiles_of
 
 # Channels of q and of the result that the kernels take; more spill registers.
 MAX_CHANNELS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 64}
@@ -100,6 +100,7 @@ def _fits(q: Tensor, weight: Tensor) -> bool:
         HAS_TRITON
         and not exporting()
         and q.device.type == "cuda"
+        and has_matrix_units(q.device)
         and q.stride(3) == 1
         and max(weight.shape[:2]) <= MAX_CHANNELS.get(q.dtype, 0)
     )
@@ -123,10 +124,11 @@ def _forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     out = _empty_result(q, weight, height, width)
     if out.numel() > 0:
         tile = _tile("result", out, weight)
-        window_product_kernel[(_tiles(out, tile),)](
-            q, _matrices(weight, q), out, *_sizes(out, weight, height, width), *q.stride()[:3],
-            **_options(tile, q, weight),
-        )  # fmt: skip
+        with on(q.device):
+            window_product_kernel[(_tiles(out, tile),)](
+                q, _matrices(weight, q), out, *_sizes(out, weight, height, width), *q.stride()[:3],
+                **_options(tile, q, weight),
+            )  # fmt: skip
     return out
 
 
@@ -144,10 +146,11 @@ def _backward(
             weight, memory_format=torch.contiguous_format
         )
     grad = grad.contiguous()
-    return (
-        _token_gradient(grad, q, weight, height, width),
-        _weight_gradient(grad, q, weight, height, width),
-    )
+    with on(q.device):
+        return (
+            _token_gradient(grad, q, weight, height, width),
+            _weight_gradient(grad, q, weight, height, width),
+        )
 
 
 @_backward.register_fake

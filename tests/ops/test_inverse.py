@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import softfree
+from softfree.ops.inverse import full_precision
 
 from .problems import kernel_matrix, relative_error
 
@@ -252,3 +253,15 @@ def test_residuals_are_those_of_the_inverse():
 def test_bad_arguments_are_named(function, arguments, settings, error, message):
     with pytest.raises(error, match=message):
         function(*arguments, **settings)
+
+
+def test_full_precision_holds_inside_and_leaves_the_setting_as_it_was():
+    gpu = torch.device("cuda")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with full_precision(gpu), full_precision(gpu):
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)

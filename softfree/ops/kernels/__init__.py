@@ -1,6 +1,11 @@
 """Triton kernels, and the arithmetic of their blocks, which needs no Triton."""
 
+import contextlib
+import functools
 import importlib.util
+from contextlib import AbstractContextManager
+
+import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -19,3 +24,14 @@ def power_of_two(length: int) -> int:
 def block(length: int) -> int:
     """A length padded to a block that the matrix units take."""
     return max(16, power_of_two(length))
+
+
+@functools.cache
+def has_matrix_units(device: torch.device) -> bool:
+    """Whether a GPU has the matrix instructions of the kernels; the interpreter has."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Launches inside go to this GPU, whichever is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -18,7 +18,7 @@ from torch import Tensor
 from softfree.ops import mixing as torch_mixing
 from softfree.ops.chunked import token_tensor
 from softfree.ops.inverse import add_ridge, start_value
-from softfree.ops.kernels import block, power_of_two, tiles_of
+from softfree.ops.kernels import block, has_matrix_units, power_of_two, tiles_of
 from softfree.ops.kernels.mixing import (
     landmark_matrix_kernel,
     mixing_backward_kernel,
@@ -74,6 +74,8 @@ def _tile(kernel: str, shape: "_Shape") -> Tile:
     wide = shape.block_m > 64 or max(shape.block_d, shape.block_c) > 64
     if shape.tiles > 1 and not kernel.startswith("mixing"):
         return Tile(32, 8, 1) if shape.hopper else Tile(16, 4, 1)
+    if not shape.hopper and not shape.half and kernel in ("spread_backward", "short_backward"):
+        return Tile(16, 4, 1)  # 99 KiB of shared memory are all that some of these have
     if not shape.hopper and kernel == "spread_backward":
         return Tile(32, 4, 2)  # else registers spill
     return Tile(32 if wide else 64, 8 if wide else 4, 1 if wide else 2)
@@ -131,6 +133,8 @@ def unsupported(q: Tensor, v: Tensor, landmarks: Tensor) -> str | None:
     """Why the kernels cannot take these tensors; None if they can."""
     if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"they need a CUDA device, got {q.device}"
+    if not has_matrix_units(q.device):
+        return "they need a GPU of compute capability 8.0 or more"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"they take float16, bfloat16 and float32, got {q.dtype}"
     channels = max(q.shape[3], v.shape[3])
@@ -271,6 +275,8 @@ def backward(
         )  # fmt: skip
     else:
         wide = landmarks.float()
+        if landmark_mask is not None:
+            wide = torch.where(landmark_mask[:, None, :, None] != 0, wide, 0)
         a = _landmark_matrix(landmarks, landmark_mask, scale)
         w, du, through_inverse = torch_mixing.mixing_backward(
             parts.sum(1).view_as(u), u, a, inverse, wide, _as_bool(landmark_mask),
@@ -353,7 +359,8 @@ def _newton_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Ten
     tiles = tiles_of(m, NEWTON_TILE)
     grid = (a.shape[0] * a.shape[1] * tiles * tiles,)
     options = dict(
-        BLOCK=NEWTON_TILE, BLOCK_K=32, HALVES=iterations <= MAX_HALVES_ITERATIONS,
+        # An entry of the inverse may be as small as 1 / m^2, which float16's halves lose for more landmarks.
+        BLOCK=NEWTON_TILE, BLOCK_K=32, HALVES=iterations <= MAX_HALVES_ITERATIONS and m <= 512,
         num_warps=8, num_stages=3, **AMPERE,
     )  # fmt: skip
     for _ in range(iterations):
@@ -439,8 +446,12 @@ def _deal(n: int, tile: Tile, rows: int, like: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU is of that generation or later; a device that is no GPU counts as one."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether the GPU is of that generation, or later with as much shared memory; what is no GPU counts as one."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)
+    return properties.major >= 9 and shared_memory >= 227 * 1024
 
 
 @functools.cache

@@ -67,6 +67,14 @@ def test_kernels_compile_and_fit_the_chip(architecture, n):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n", [196, 3136], ids=["one launch", "three launches"])
+def test_float32_fits_every_gpu_since_ampere(n):
+    settings = {"architecture": 80, "n": n, "m": 64, "d": 32, "dtype": "float32"}
+    for kernel in run("ahead_of_time.py", json.dumps(settings)):
+        assert kernel["shared"] <= 99 * 1024, kernel
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_landmarks_in_tiles_fit_the_chip(architecture):
     settings = {"architecture": architecture, "n": 500, "m": 100, "d": 128, "dtype": "float32"}
