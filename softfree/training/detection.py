@@ -160,6 +160,7 @@ class Detection(Task):
     """Pictures to boxes, and to masks with Mask R-CNN."""
 
     name = "detection"
+    sizes_vary = True  # of pictures, and the number of regions of the mask head
 
     def __init__(self, settings: DetectionSettings, data: DetectionData | None = None):
         self.settings = settings
@@ -228,9 +229,6 @@ class Detection(Task):
         self, model: nn.Module, batch: DetectionBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         check_readable(batch)
-        # Pictures differ in size, and the regions of the mask head in number: cuDNN would time its
-        # algorithms anew in nearly every step, also in the backward pass, which comes after this.
-        torch.backends.cudnn.benchmark = False
         losses = model(to_unit_range(batch.images), batch.targets)
         return sum(losses.values(), torch.zeros(())), losses
 

@@ -61,6 +61,7 @@ class Task(ABC):
         name: e.g. "classification".
         metric: the number of :meth:`evaluate` that decides which checkpoint is the best.
         higher_is_better: whether more of it is better.
+        sizes_vary: whether sizes change from step to step. cuDNN would time its algorithms anew for each.
         train_data, eval_data: map-style data sets. With :class:`~softfree.data.resident.Indices`, whose
             pictures the task keeps on the device, a batch is a tensor of indices there.
     """
@@ -68,6 +69,7 @@ class Task(ABC):
     name: str
     metric: str
     higher_is_better: bool = True
+    sizes_vary: bool = False
     train_data: MapData
     eval_data: MapData
 
@@ -260,7 +262,7 @@ class _Training:
         """The model to call in training; ``self.plain`` stays the one to ask for weights."""
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
-            torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.benchmark = not self.task.sizes_vary
         if self.run.fsdp and self.processes.count == 1:
             raise ValueError("--fsdp needs several processes: start with torchrun")
         self.whole_model: nn.Module | None = None
