@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from softfree.ops import chunked, exportable, reference
 from softfree.ops.inverse import check_iteration, compute_dtype, full_precision
 from softfree.ops.kernels import HAS_TRITON, on
+from softfree.ops.registration import register
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -105,7 +106,7 @@ def soft_attention(
     if exportable.exporting():
         with torch.autocast(q.device.type, enabled=False):
             return exportable.soft_attention(q, k, v, landmarks, key_mask, landmark_mask, *settings)
-    return torch.ops.softfree.attention(
+    return FORWARD(
         q, k, v, landmarks, key_mask, landmark_mask, *settings, _choose(backend, q, v, landmarks)
     )[0]
 
@@ -221,7 +222,6 @@ def _check_mask(name: str, mask: Tensor | None, q: Tensor, length: int) -> None:
         raise ValueError(f"{name} must be on q's device {q.device}, got {mask.device}")
 
 
-@torch.library.custom_op("softfree::attention", mutates_args=())
 def _attention(
     q: Tensor,
     k: Tensor | None,
@@ -242,8 +242,7 @@ def _attention(
         )
 
 
-@_attention.register_fake
-def _(
+def _fake(
     q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge, backend
 ):
     batch, heads, m, _ = landmarks.shape
@@ -255,7 +254,6 @@ def _(
     )
 
 
-@torch.library.custom_op("softfree::attention_backward", mutates_args=())
 def _attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -276,8 +274,9 @@ def _attention_backward(
         )
 
 
-@_attention_backward.register_fake
-def _(grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize, backend):
+def _fake_backward(
+    grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize, backend
+):
     return (
         chunked.token_tensor(q, q.shape[-1]),
         q.new_empty(0) if k is None else chunked.token_tensor(k, k.shape[-1]),
@@ -298,14 +297,13 @@ def _gradient(ctx, grad, grad_inverse, grad_u):
     if grad is None:
         return (None,) * 12
     saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
-    q_grad, k_grad, v_grad, landmarks_grad = torch.ops.softfree.attention_backward(
-        grad, *saved, *ctx.settings
-    )
+    q_grad, k_grad, v_grad, landmarks_grad = BACKWARD(grad, *saved, *ctx.settings)
     k = saved[1]
     return q_grad, None if k is None else k_grad, v_grad, landmarks_grad, *(None,) * 8
 
 
-_attention.register_autograd(_gradient, setup_context=_setup_context)
+BACKWARD = register("attention_backward", _attention_backward, _fake_backward)
+FORWARD = register("attention", _attention, _fake, _setup_context, _gradient)
 
 
 @register_flop_formula(torch.ops.softfree.attention)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from softfree.ops.chunked import token_tensor
 from softfree.ops.exportable import exporting
 from softfree.ops.kernels import HAS_TRITON, block, has_matrix_units, on, power_of_two, tiles_of
+from softfree.ops.registration import register
 
 # Channels of q and of the result that the kernels take; more spill registers.
 MAX_CHANNELS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 64}
@@ -59,7 +60,7 @@ def window_product(q: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q = q.to(torch.get_autocast_dtype(device))
-    return torch.ops.softfree.window_product(q, weight, size[0], size[1])
+    return FORWARD(q, weight, size[0], size[1])
 
 
 def windows(tokens: Tensor, size: tuple[int, int], window: tuple[int, int]) -> Tensor:
@@ -117,7 +118,6 @@ def _empty_result(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], rows * columns, weight.shape[0])
 
 
-@torch.library.custom_op("softfree::window_product", mutates_args=())
 def _forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     from softfree.ops.kernels.window_product import window_product_kernel
 
@@ -132,12 +132,10 @@ def _forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     return out
 
 
-@_forward.register_fake
-def _(q, weight, height, width):
+def _fake(q, weight, height, width):
     return _empty_result(q, weight, height, width)
 
 
-@torch.library.custom_op("softfree::window_product_backward", mutates_args=())
 def _backward(
     grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
@@ -153,8 +151,7 @@ def _backward(
         )
 
 
-@_backward.register_fake
-def _(grad, q, weight, height, width):
+def _fake_backward(grad, q, weight, height, width):
     return token_tensor(q, q.shape[3]), torch.empty_like(
         weight, memory_format=torch.contiguous_format
     )
@@ -197,13 +194,12 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor):
-    grad_q, grad_weight = torch.ops.softfree.window_product_backward(
-        grad, *ctx.saved_tensors, ctx.height, ctx.width
-    )
+    grad_q, grad_weight = BACKWARD(grad, *ctx.saved_tensors, ctx.height, ctx.width)
     return grad_q, grad_weight, None, None
 
 
-_forward.register_autograd(_gradient, setup_context=_setup)
+BACKWARD = register("window_product_backward", _backward, _fake_backward)
+FORWARD = register("window_product", _forward, _fake, _setup, _gradient)
 
 
 @register_flop_formula(torch.ops.softfree.window_product)
