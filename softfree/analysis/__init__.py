@@ -5,6 +5,7 @@ from softfree.analysis.complexity import count_macs, count_parameters
 from softfree.analysis.environment import describe_environment, write_csv
 from softfree.analysis.measure import (
     Timing,
+    capture_graph,
     copy_bandwidth,
     peak_extra_memory,
     time_call,
@@ -19,6 +20,7 @@ __all__ = [
     "SoftLayer",
     "Timing",
     "capture_attention",
+    "capture_graph",
     "copy_bandwidth",
     "count_macs",
     "count_parameters",

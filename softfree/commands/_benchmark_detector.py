@@ -14,6 +14,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from softfree.analysis import (
+    capture_graph,
     count_parameters,
     describe_environment,
     peak_extra_memory,
@@ -34,6 +35,7 @@ from softfree.commands._benchmark_model import (
     DEFAULT_AMP,
     NARROWEST,
     OPTIMIZERS,
+    check_cuda_graph,
     check_names,
     count_bytes,
     relate,
@@ -63,6 +65,7 @@ class Settings:
     amp_dtype: str
     channels_last: bool
     model_kwargs: str
+    cuda_graph: bool
 
     @property
     def layout(self) -> torch.memory_format:
@@ -98,6 +101,7 @@ def detector(
     batch_size: int = 2,
     amp_dtype: str = "auto",
     channels_last: bool = False,
+    cuda_graph: bool = False,
     device: str = "auto",
     seconds: float = 3.0,
     csv: Path | None = None,
@@ -117,6 +121,8 @@ def detector(
         batch_size: pictures at a time.
         amp_dtype: autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU.
         channels_last: keep weights and images with the channels last in memory.
+        cuda_graph: replay the backbone alone from a CUDA graph: the GPU's time, however slow the host. A
+            whole step asks the GPU for numbers, so it can't be.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         seconds: time for each figure.
         csv: write the figures to this file, with date, device and versions in every row.
@@ -134,7 +140,10 @@ def detector(
     if not landmarks:
         raise ValueError(f"--landmarks needs a value, e.g. {FIXED_LANDMARKS}")
     kwargs = parse_model_kwargs(model_kwargs)
-    settings = Settings(detector, batch_size, *img_size, amp, channels_last, " ".join(model_kwargs))
+    settings = Settings(
+        detector, batch_size, *img_size, amp, channels_last, " ".join(model_kwargs), cuda_graph
+    )
+    check_cuda_graph(cuda_graph, amp, where)
     if where.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as in training
 
@@ -175,6 +184,8 @@ def measure(
             setattr(row, PARAMETERS[part], count_parameters(network))
             step()
             extra = peak_extra_memory(step, device)
+            if settings.cuda_graph and part == "backbone":
+                step = capture_graph(step)
             timing = time_queued(step, device, budget=seconds, max_repeats=1000)
             setattr(row, f"{part}_peak_gib", (held() + extra) / 2**30)
             setattr(row, f"{part}_img_per_s", settings.batch_size / timing.median)
@@ -279,6 +290,7 @@ def print_rows(
     size = f"{settings.height} x {settings.width}"
     said = f"Backbones in training: batch {settings.batch_size}, {size}, {precision}, eager"
     said += ", channels last" if settings.channels_last else ""
+    said += ", alone in a CUDA graph" if settings.cuda_graph else ""
     heading(console, said, measured_in, threads=device.type == "cpu")
     titles = ["backbone", "params\nM"]
     for words in ("alone", "step"):

@@ -19,6 +19,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from softfree.analysis import (
+    capture_graph,
     count_macs,
     count_parameters,
     describe_environment,
@@ -62,6 +63,7 @@ class Settings:
     channels_last: bool
     torchcompile: bool
     fuse_bn: bool
+    cuda_graph: bool = False
 
 
 @dataclass
@@ -93,6 +95,7 @@ def model(
     channels_last: bool = False,
     torchcompile: bool = False,
     fuse_bn: bool = False,
+    cuda_graph: bool = False,
     device: str = "auto",
     seconds: float = 3.0,
     csv: Path | None = None,
@@ -111,6 +114,7 @@ def model(
         channels_last: keep images and maps with the channels last in memory.
         torchcompile: compile the models with torch.compile.
         fuse_bn: for inference, fold batch norms into the convolutions before them.
+        cuda_graph: replay every step from a CUDA graph: the GPU's time alone, however slow the host.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         seconds: time for each figure.
         csv: write the figures to this file, with date, device and versions in every row.
@@ -127,7 +131,8 @@ def model(
     check_output("--csv", csv)
     if img_size < NARROWEST:
         raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
-    settings = Settings(batch, img_size, amp, opt, channels_last, torchcompile, fuse_bn)
+    settings = Settings(batch, img_size, amp, opt, channels_last, torchcompile, fuse_bn, cuda_graph)
+    check_cuda_graph(cuda_graph, amp, where)
 
     console = Console(highlight=False)
     rows: list[Throughput] = []
@@ -145,6 +150,17 @@ def model(
         write_csv(csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
         console.print(f"figures written to {csv}", soft_wrap=True)
     return 0
+
+
+def check_cuda_graph(wanted: bool, amp_dtype: str, device: torch.device) -> None:
+    """Refuse a CUDA graph where there can be none."""
+    if wanted and device.type != "cuda":
+        raise ValueError(f"--cuda-graph needs a CUDA device, got --device {device}")
+    if wanted and amp_dtype == "float16":
+        raise ValueError(
+            "--cuda-graph can't hold float16's loss scaling, which asks the GPU whether to skip a step; "
+            "--amp-dtype bfloat16 or none works"
+        )
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -212,6 +228,8 @@ def measure(
             with step_of(network, settings, device, row) as (step, held):
                 step()
                 extra = peak_extra_memory(step, device)
+                if settings.cuda_graph:
+                    step = capture_graph(step)
                 timing = time_queued(step, device, budget=seconds, max_repeats=1000)
                 setattr(row, f"{kind}_peak_gib", (held() + extra) / 2**30)
                 setattr(row, f"{kind}_img_per_s", settings.batch_size / timing.median)
@@ -229,6 +247,8 @@ def training_step(
     network.train()
     images, compiled = place(network, settings, device)
     optimizer = OPTIMIZERS[settings.opt](network.parameters())
+    for group in optimizer.param_groups:
+        group["capturable"] = settings.cuda_graph  # Adam then counts its steps on the GPU
     scaler = torch.amp.GradScaler(device.type, enabled=settings.amp_dtype == "float16")
     labels: Tensor | None = None
 
@@ -346,6 +366,7 @@ def print_rows(
     modes = {
         "channels last": settings.channels_last,
         "compiled": settings.torchcompile,
+        "CUDA graph": settings.cuda_graph,
         "batch norms folded for inference": settings.fuse_bn,
     }
     said = [f"batch {settings.batch_size}", f"{settings.img_size}²", precision]

@@ -24,6 +24,7 @@ from softfree.commands._benchmark_model import (
     NARROWEST,
     Settings,
     Throughput,
+    check_cuda_graph,
     check_names,
     measure,
     print_rows,
@@ -43,6 +44,7 @@ def throughput(
     amp_dtype: str = "auto",
     channels_last: bool = False,
     torchcompile: bool = False,
+    cuda_graph: bool = False,
     device: str = "auto",
     seconds: float = 3.0,
     csv: Path | None = None,
@@ -61,6 +63,7 @@ def throughput(
         amp_dtype: autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU.
         channels_last: keep images and maps with the channels last in memory.
         torchcompile: compile the models with torch.compile.
+        cuda_graph: replay every step from a CUDA graph: the GPU's time alone, however slow the host.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         seconds: time for each figure.
         csv: write the figures to this file, with date, device and versions in every row.
@@ -82,7 +85,10 @@ def throughput(
     check_output("--plot", plot)
     if plot is not None:
         check_plot(plot)
-    settings = Settings(batch, img_size, amp, "adamw", channels_last, torchcompile, False)
+    settings = Settings(
+        batch, img_size, amp, "adamw", channels_last, torchcompile, False, cuda_graph
+    )
+    check_cuda_graph(cuda_graph, amp, where)
 
     console = Console(highlight=False)
     rows: list[Throughput] = []

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from softfree.analysis import (
+    capture_graph,
     copy_bandwidth,
     measure,
     peak_extra_memory,
@@ -91,3 +92,21 @@ def test_queued_and_graphed_times_of_a_long_call_agree():
     queued, graphed = time_queued(x.neg, "cuda", budget=0.1), time_graph(x.neg, budget=0.1)
     assert graphed is not None
     assert 0.5 < queued.median / graphed < 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_training_step_trains():
+    layer = torch.nn.Linear(8, 1, device="cuda")
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, capturable=True)
+    x = torch.randn(64, 8, device="cuda")
+
+    def step():
+        layer(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    replay, before = capture_graph(step), layer.weight.norm().item()
+    for _ in range(20):
+        replay()
+    assert layer.weight.norm().item() < before

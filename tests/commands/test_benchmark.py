@@ -200,6 +200,12 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
         (["model", "softpp_tiny", "--img-size", "8"], "--img-size must be at least 32, got 8"),
         (["model", "softpp_tiny", "--amp-dtype", "int8"], "--amp-dtype must be one of none, "),
         (["model", "softpp_tiny", "--opt", "hope"], "--opt must be one of sgd, adamw"),
+        (
+            ["model", "softpp_tiny", "--cuda-graph"],
+            "--cuda-graph needs a CUDA device, got --device",
+        ),
+        (["throughput", "--cuda-graph"], "--cuda-graph needs a CUDA device, got --device cpu"),
+        (["detector", "softpp_tiny", "--cuda-graph"], "--cuda-graph needs a CUDA device"),
         (["detector"], "needs a name"),
         (
             ["detector", "softpp_tiny", "--detector", "yolo"],
