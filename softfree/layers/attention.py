@@ -131,7 +131,7 @@ class SoftAttention(nn.Module):
         )
         out = out.transpose(1, 2).flatten(2)
         if self.value_conv is not None and context is None:
-            out = out + self.value_conv(v.flatten(2), size, mask)
+            out = self.value_conv(v.flatten(2), size, mask, out)
         return self.proj(out)
 
 
@@ -153,18 +153,25 @@ class ValueConv(nn.Module):
     def extra_repr(self) -> str:
         return f"heads={self.weight.shape[0]}, kernel_size={self.weight.shape[-1]}"
 
-    def forward(self, v: Tensor, size: Size, mask: Tensor | None = None) -> Tensor:
-        """(batch, tokens, channels) to the same shape."""
+    def forward(
+        self, v: Tensor, size: Size, mask: Tensor | None = None, base: Tensor | None = None
+    ) -> Tensor:
+        """(batch, tokens, channels) to the same shape, added to ``base`` of that shape if it is given."""
         if mask is not None:
             v = torch.where(mask[..., None], v, 0)
         if size is None:
             channels = v.shape[2]
             weight = self.weight.repeat_interleave(channels // self.weight.shape[0], 0)
             padding = self.weight.shape[-1] // 2
-            return F.conv1d(v.mT, weight, padding=padding, groups=channels).mT
+            out = F.conv1d(v.mT, weight, padding=padding, groups=channels).mT
+            return out if base is None else base + out
         prefix = v.shape[1] - size[0] * size[1]
-        out = value_conv(v[:, prefix:], self.weight, size)
-        return torch.cat([v[:, :prefix], out], 1) if prefix else out
+        if not prefix:
+            return value_conv(v, self.weight, size, base)
+        first, image = v[:, :prefix], v[:, prefix:]
+        if base is not None:
+            first, base = base[:, :prefix] + first, base[:, prefix:]
+        return torch.cat([first, value_conv(image, self.weight, size, base)], 1)
 
 
 class SoftmaxAttention(MultiHeadAttention):

@@ -17,13 +17,17 @@ MAX_CHANNELS = 128
 MAX_KERNEL = 15
 
 
-def value_conv(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+def value_conv(
+    v: Tensor, weight: Tensor, size: tuple[int, int], base: Tensor | None = None
+) -> Tensor:
     """``out[b, y, x, h, c] = sum weight[h, 0, dy, dx] v[b, y + dy, x + dx, h, c]``, zeros outside.
 
     Args:
         v: (batch, H * W, channels), the channels of a head next to each other; any strides before.
         weight: (heads, 1, k, k) with k odd.
         size: (H, W).
+        base: (batch, H * W, channels), what the result is added to. The kernels add it as they write, so
+            that the sum takes no pass of its own.
 
     Returns:
         (batch, H * W, channels)
@@ -33,12 +37,13 @@ def value_conv(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
         >>> value_conv(torch.randn(2, 12, 8), torch.randn(4, 1, 3, 3), (4, 3)).shape
         torch.Size([2, 12, 8])
     """
-    if _fits(v, weight):
-        return torch.ops.softfree.value_conv(v, weight, size[0], size[1])
-    return _by_library(v, weight, size)
+    if _fits(v, weight, base):
+        return torch.ops.softfree.value_conv(v, weight, base, size[0], size[1])
+    out = _by_library(v, weight, size)
+    return out if base is None else base + out
 
 
-def _fits(v: Tensor, weight: Tensor) -> bool:
+def _fits(v: Tensor, weight: Tensor, base: Tensor | None) -> bool:
     return (
         HAS_TRITON
         and not exporting()
@@ -46,6 +51,7 @@ def _fits(v: Tensor, weight: Tensor) -> bool:
         and has_matrix_units(v.device)
         and v.dtype in (torch.float16, torch.bfloat16)
         and v.stride(2) == 1
+        and (base is None or (base.dtype == v.dtype and base.shape == v.shape))
         and v.shape[2] // weight.shape[0] <= MAX_CHANNELS
         and weight.shape[-1] <= MAX_KERNEL
     )
@@ -60,13 +66,13 @@ def _by_library(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 @torch.library.custom_op("softfree::value_conv", mutates_args=())
-def _forward(v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+def _forward(v: Tensor, weight: Tensor, base: Tensor | None, height: int, width: int) -> Tensor:
     with on(v.device):
-        return _convolve(v, weight, height, width, flip=False)
+        return _convolve(v, weight, base, height, width, flip=False)
 
 
 @_forward.register_fake
-def _(v, weight, height, width):
+def _(v, weight, base, height, width):
     return torch.empty(v.shape, dtype=v.dtype, device=v.device)
 
 
@@ -76,7 +82,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     with on(v.device):
-        grad_v = _convolve(grad, weight, height, width, flip=True)
+        grad_v = _convolve(grad, weight, None, height, width, flip=True)
         return grad_v, _weight_gradient(grad, v, weight, height, width)
 
 
@@ -88,7 +94,8 @@ def _(grad, v, weight, height, width):
 
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    v, weight, ctx.height, ctx.width = inputs
+    v, weight, base, ctx.height, ctx.width = inputs
+    ctx.has_base = base is not None
     ctx.save_for_backward(v, weight)
 
 
@@ -96,24 +103,34 @@ def _gradient(ctx: Any, grad: Tensor):
     grad_v, grad_weight = torch.ops.softfree.value_conv_backward(
         grad, *ctx.saved_tensors, ctx.height, ctx.width
     )
-    return grad_v, grad_weight, None, None
+    return grad_v, grad_weight, grad if ctx.has_base else None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
 
 
-def _convolve(v: Tensor, weight: Tensor, height: int, width: int, *, flip: bool) -> Tensor:
+def _convolve(
+    v: Tensor, weight: Tensor, base: Tensor | None, height: int, width: int, *, flip: bool
+) -> Tensor:
     from softfree.ops.kernels.launch import AMPERE
-    from softfree.ops.kernels.value_conv import value_conv_kernel
+    from softfree.ops.kernels.value_conv import value_band_kernel, value_conv_kernel
 
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     heads, kernel = weight.shape[0], weight.shape[-1]
     blocks, tiles_y, tiles_x = _tiles(v, heads, kernel, height, width)
+    if base is not None and base.stride(2) != 1:
+        base = base.contiguous()
+    added = out if base is None else base
     if out.numel() > 0:
-        value_conv_kernel[(tiles_y * tiles_x, v.shape[0] * heads)](
-            v, weight.contiguous(), out, heads, height, width, v.shape[2] // heads,
-            tiles_y, tiles_x, v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-            KERNEL=kernel, FLIP=flip, **blocks, num_warps=4, **AMPERE,
+        side = blocks["BLOCK_X"]
+        band = torch.empty((heads, kernel, side, side), dtype=v.dtype, device=v.device)
+        value_band_kernel[(heads * kernel,)](
+            weight.contiguous(), band, KERNEL=kernel, FLIP=flip, BLOCK_X=side
+        )
+        value_conv_kernel[(v.shape[0] * heads * tiles_y * tiles_x,)](
+            v, band, added, out, heads, height, width, v.shape[2] // heads,
+            tiles_y, tiles_x, *v.stride()[:2], *added.stride()[:2], *out.stride()[:2],
+            KERNEL=kernel, HAS_BASE=base is not None, **blocks, num_warps=4, **AMPERE,
         )  # fmt: skip
     return out
 

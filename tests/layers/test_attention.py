@@ -88,9 +88,10 @@ def test_the_value_convolution_leaves_the_class_token_alone():
     torch.testing.assert_close(out[:, 1:], conv(v[:, 1:], (7, 5)))
 
 
-def test_the_value_convolution_is_added_to_the_operator():
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_the_value_convolution_is_added_to_the_operator(prefix):
     attention = layer(value_conv=3)
-    x = tokens(35)
+    x = tokens(prefix + 35)
     v = attention.qv(x).chunk(2, -1)[1]
     convolved = F.linear(attention.value_conv(v, (7, 5)), attention.proj.weight)
     with_conv = attention(x, (7, 5))

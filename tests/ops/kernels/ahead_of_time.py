@@ -4,7 +4,7 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
 
     python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}'
 
-or, for the window product, with {"dtype": "bfloat16", "stride": 8, "d": 32}.
+or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution.
 It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
 """
 
@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from softfree.ops import window_product
+from softfree.ops import value_conv, window_product
 from softfree.ops.kernels import launch
 
 TYPES = {
@@ -103,6 +103,13 @@ def compile_window_product(dtype: torch.dtype, stride: int, d: int) -> None:
     window_product._backward(out, q, weight, side, side)
 
 
+def compile_value_conv(dtype: torch.dtype, kernel: int, side: int, d: int) -> None:
+    v = torch.zeros(2, side * side, 2 * d, dtype=dtype)
+    weight = torch.zeros(2, 1, kernel, kernel)
+    value_conv._forward(v, weight, v, side, side)
+    value_conv._backward(v, v, weight, side, side)
+
+
 def main(settings: dict) -> None:
     global ARCHITECTURE
     ARCHITECTURE = settings.pop("architecture", ARCHITECTURE)
@@ -111,6 +118,9 @@ def main(settings: dict) -> None:
     dtype = getattr(torch, settings.get("dtype", "bfloat16"))
     if "stride" in settings:
         compile_window_product(dtype, settings["stride"], settings["d"])
+        return
+    if "kernel" in settings:
+        compile_value_conv(dtype, settings["kernel"], settings["side"], settings["d"])
         return
     n, m, d = settings["n"], settings["m"], settings["d"]
     d_v = settings.get("d_v", d)

@@ -1,6 +1,6 @@
 """The value convolution's kernels in Triton's interpreter, against PyTorch's convolution in float64.
 
-It prints one JSON line a case: relative errors of the result and of both gradients.
+It prints one JSON line a case: relative errors of the result, alone and added to a base, and of both gradients.
 """
 
 import json
@@ -25,17 +25,20 @@ def main() -> None:
         v = both[:, :, 1]
         weight = torch.randn(heads, 1, kernel, kernel)
         grad = torch.randn(2, height * width, heads * channels).half()
+        base = torch.randn_like(both)[:, :, 0]
         wide = [t.double().requires_grad_() for t in (v, weight)]
         expected = value_conv._by_library(*wide, (height, width))
         gradients = torch.autograd.grad(expected, wide, grad.double())
         found = (
-            value_conv._forward(v, weight, height, width),
+            value_conv._forward(v, weight, None, height, width),
+            value_conv._forward(v, weight, base, height, width),
             *value_conv._backward(grad, v, weight, height, width),
         )
-        names = ("out", "grad_v", "grad_weight")
+        wanted = (expected, base + expected, *gradients)
+        names = ("out", "sum", "grad_v", "grad_weight")
         errors = {
             name: ((f - e).norm() / e.norm()).item()
-            for name, f, e in zip(names, found, (expected, *gradients), strict=True)
+            for name, f, e in zip(names, found, wanted, strict=True)
         }
         print(json.dumps({"case": [heads, channels, kernel, height, width], "errors": errors}))
 

@@ -41,6 +41,22 @@ def test_interpreted_value_convolution_agrees_with_the_library():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("kernel, side, d", [(9, 56, 32), (3, 7, 128)])
+def test_value_convolution_compiles_and_fits_the_chip(architecture, kernel, side, d):
+    settings = {"architecture": architecture, "kernel": kernel, "side": side, "d": d}
+    kernels = run("ahead_of_time.py", json.dumps(settings))
+    assert {line["name"] for line in kernels} == {
+        "value_band_kernel",
+        "value_conv_kernel",
+        "value_conv_weight_kernel",
+    }
+    for line in kernels:
+        assert line["shared"] <= 99 * 1024, line  # of the smallest Ampere GPUs
+        assert line["spilled"] == 0, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("n", [196, 3136], ids=["one launch", "three launches"])
 def test_kernels_compile_and_fit_the_chip(architecture, n):
     settings = {"architecture": architecture, "n": n, "m": 49, "d": 32, "masked": True}

@@ -98,15 +98,25 @@ def test_value_convolution_agrees_with_the_library(kernel, height, width, dtype)
     both = torch.randn(3, height * width, 2, 64, device="cuda", dtype=dtype)
     v = both[:, :, 1].detach().requires_grad_()
     weight = torch.randn(2, 1, kernel, kernel, device="cuda", requires_grad=True)
-    out = value_conv.value_conv(v, weight, (height, width))
+    base = torch.randn_like(v).requires_grad_()
+    out = value_conv.value_conv(v, weight, (height, width), base)
     grad = torch.randn_like(out)
-    wide = [t.detach().double().requires_grad_() for t in (v, weight)]
-    expected = value_conv._by_library(*wide, (height, width))
-    found = (out, *torch.autograd.grad(out, (v, weight), grad))
+    wide = [t.detach().double().requires_grad_() for t in (v, weight, base)]
+    expected = wide[2] + value_conv._by_library(*wide[:2], (height, width))
+    found = (out, *torch.autograd.grad(out, (v, weight, base), grad))
     wanted = (expected, *torch.autograd.grad(expected, wide, grad.double()))
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b).norm() < 5e-3 * b.norm()
-    torch.library.opcheck(torch.ops.softfree.value_conv, (v, weight, height, width))
+    for added in (None, base):
+        torch.library.opcheck(torch.ops.softfree.value_conv, (v, weight, added, height, width))
+
+
+def test_value_convolution_takes_more_heads_than_a_grids_second_axis():
+    v = torch.randn(70_000, 4, 32, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(2, 1, 3, 3, device="cuda")
+    out = value_conv.value_conv(v, weight, (2, 2))
+    expected = value_conv._by_library(v.float(), weight, (2, 2))
+    assert (out.float() - expected).norm() < 5e-3 * expected.norm()
 
 
 def test_more_elements_than_an_int32_can_count():
