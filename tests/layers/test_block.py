@@ -68,3 +68,26 @@ def test_dropout_acts_in_training_alone():
     assert not torch.equal(b(x, (7, 5)), b(x, (7, 5)))
     b.eval()
     assert torch.equal(b(x, (7, 5)), b(x, (7, 5)))
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_layer_in_place_of_the_mlps_first_is_called():
+    b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
+    b.mlp.fc1 = Doubled(12, 48).double()
+    torch.testing.assert_close(b.mlp(x), mlp(x, b.mlp, "tanh"))
+
+
+@pytest.mark.parametrize("name", ["fc1", "act"])
+def test_hooks_inside_the_mlp_are_called(name):
+    b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
+    seen = []
+    getattr(b.mlp, name).register_forward_hook(lambda module, inputs, out: seen.append(out))
+    b.mlp(x)
+    hidden = b.mlp.fc1(x)
+    torch.testing.assert_close(
+        seen[0], hidden if name == "fc1" else F.gelu(hidden, approximate="tanh")
+    )

@@ -4,7 +4,8 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
 
     python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}'
 
-or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution.
+or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution,
+{"hidden": 384} for GELU's gradient.
 It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
 """
 
@@ -21,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from softfree.ops import value_conv, window_product
+from softfree.ops import gelu, value_conv, window_product
 from softfree.ops.kernels import launch
 
 TYPES = {
@@ -121,6 +122,10 @@ def main(settings: dict) -> None:
         return
     if "kernel" in settings:
         compile_value_conv(dtype, settings["kernel"], settings["side"], settings["d"])
+        return
+    if "hidden" in settings:
+        hidden = torch.zeros(64, settings["hidden"], dtype=dtype)
+        gelu._backward(hidden, hidden)
         return
     n, m, d = settings["n"], settings["m"], settings["d"]
     d_v = settings.get("d_v", d)

@@ -4,9 +4,10 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import softfree
-from softfree.ops import value_conv
+from softfree.ops import gelu, value_conv
 
 from .cases import LARGE, SMALL, Case, arguments, errors, results
 
@@ -117,6 +118,37 @@ def test_value_convolution_takes_more_heads_than_a_grids_second_axis():
     out = value_conv.value_conv(v, weight, (2, 2))
     expected = value_conv._by_library(v.float(), weight, (2, 2))
     assert (out.float() - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hidden", [20, 384])
+def test_linear_gelu_agrees_with_the_library(hidden, dtype):
+    inputs = [
+        torch.randn(*shape, device="cuda") for shape in ((3, 700, 96), (hidden, 96), (hidden,))
+    ]
+    narrow = [t.to(dtype).requires_grad_() for t in inputs]
+    wide = [t.detach().double().requires_grad_() for t in narrow]
+    out = gelu.linear_gelu(*narrow)
+    expected = F.gelu(F.linear(*wide), approximate="tanh")
+    grad = torch.randn_like(out)
+    found = (out, *torch.autograd.grad(out, narrow, grad))
+    wanted = (expected, *torch.autograd.grad(expected, wide, grad.double()))
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b).norm() < 1e-2 * b.norm()
+    hidden_values = torch.randn(3, 5, hidden, device="cuda", dtype=dtype, requires_grad=True)
+    torch.library.opcheck(torch.ops.softfree.gelu, (hidden_values, narrow[2]))
+
+
+def test_linear_gelus_gradients_are_the_same_bits_twice():
+    x, weight = torch.randn(8, 3136, 64, device="cuda"), torch.randn(512, 64, device="cuda")
+    bias = torch.randn(512, device="cuda", requires_grad=True)
+    found = []
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16):
+            out = gelu.linear_gelu(x, weight, bias)
+        found += torch.autograd.grad(out.float().square().sum(), bias)
+    assert found[0].dtype == torch.float32
+    assert torch.equal(*found)
 
 
 def test_more_elements_than_an_int32_can_count():
