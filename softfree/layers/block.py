@@ -72,8 +72,9 @@ class Block(nn.Module):
         if self.pre_norm:
             x = x + self.drop_path(self.attn(self.norm1(x), size, mask))
             return x + self.drop_path(self.mlp(self.norm2(x)))
-        x = self.norm1(x + self.drop_path(self.attn(x, size, mask)))
-        return self.norm2(x + self.drop_path(self.mlp(x)))
+        # Autocast gives norms in float32; tokens that came in half precision stay so, as pre-norm leaves them.
+        x = self.norm1(x + self.drop_path(self.attn(x, size, mask))).to(x.dtype)
+        return self.norm2(x + self.drop_path(self.mlp(x))).to(x.dtype)
 
 
 class SoftBlock(Block):

@@ -123,7 +123,8 @@ class _WindowLandmarks(nn.Module):
         raise NotImplementedError("a window sampler reduces its windows")
 
     def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
-        if size is None:
+        if size is None or (self.stride == 1 and self.count is None):
+            # A sequence; or each token is a window, wherever it stands, prefix tokens included.
             prefix, grid, window = 0, (1, q.shape[2]), (1, self.stride)
         else:
             prefix, grid = q.shape[2] - size[0] * size[1], size

@@ -70,6 +70,24 @@ def test_dropout_acts_in_training_alone():
     assert torch.equal(b(x, (7, 5)), b(x, (7, 5)))
 
 
+class NormAsUnderAutocast(torch.nn.LayerNorm):
+    """In float32 whatever it is given: what autocast does on a GPU, but not on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tokens_keep_their_dtype_under_autocast(pre_norm, dtype):
+    b, x = block(pre_norm=pre_norm).float(), torch.randn(2, 35, 12)
+    b.norm1, b.norm2 = NormAsUnderAutocast(12), NormAsUnderAutocast(12)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = b(x.to(dtype), (7, 5))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), b(x, (7, 5)), rtol=0.05, atol=0.05)
+
+
 class Doubled(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
