@@ -12,6 +12,7 @@ from torch import Tensor
 
 from softfree.ops.exportable import exporting
 from softfree.ops.kernels import HAS_TRITON, has_matrix_units, on, tiles_of
+from softfree.ops.registration import register
 
 ROWS, COLUMNS = 16, 128
 PROGRAMS_PER_PROCESSOR = 8
@@ -32,7 +33,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """
     if not _fits(x, bias):
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-    return torch.ops.softfree.gelu(F.linear(x, weight, bias.detach()), bias)
+    return FORWARD(F.linear(x, weight, bias.detach()), bias)
 
 
 def _fits(x: Tensor, bias: Tensor) -> bool:
@@ -44,18 +45,15 @@ def _fits(x: Tensor, bias: Tensor) -> bool:
     return trained and dtype in (torch.float16, torch.bfloat16)
 
 
-@torch.library.custom_op("softfree::gelu", mutates_args=())
 def _forward(hidden: Tensor, bias: Tensor) -> Tensor:
     """GELU of ``hidden``, which has ``bias`` in it already: the bias is here for its gradient alone."""
     return F.gelu(hidden, approximate="tanh")
 
 
-@_forward.register_fake
-def _(hidden, bias):
+def _fake(hidden, bias):
     return torch.empty_like(hidden)
 
 
-@torch.library.custom_op("softfree::gelu_backward", mutates_args=())
 def _backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     from softfree.ops.kernels.gelu import gelu_backward_kernel
     from softfree.ops.kernels.launch import processors
@@ -76,8 +74,7 @@ def _backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return grad_hidden, parts.sum(0)
 
 
-@_backward.register_fake
-def _(grad, hidden):
+def _fake_backward(grad, hidden):
     return (
         torch.empty_like(hidden, memory_format=torch.contiguous_format),
         hidden.new_empty(hidden.shape[-1], dtype=torch.float32),
@@ -91,8 +88,9 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor):
-    grad_hidden, grad_bias = torch.ops.softfree.gelu_backward(grad, *ctx.saved_tensors)
+    grad_hidden, grad_bias = BACKWARD(grad, *ctx.saved_tensors)
     return grad_hidden, grad_bias.to(ctx.dtype)
 
 
-_forward.register_autograd(_gradient, setup_context=_setup)
+BACKWARD = register("gelu_backward", _backward, _fake_backward)
+FORWARD = register("gelu", _forward, _fake, _setup, _gradient)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from softfree.ops.exportable import exporting
 from softfree.ops.kernels import HAS_TRITON, block, has_matrix_units, on, power_of_two
+from softfree.ops.registration import register
 
 MAX_CHANNELS = 128
 MAX_KERNEL = 15
@@ -38,7 +39,7 @@ def value_conv(
         torch.Size([2, 12, 8])
     """
     if _fits(v, weight, base):
-        return torch.ops.softfree.value_conv(v, weight, base, size[0], size[1])
+        return FORWARD(v, weight, base, size[0], size[1])
     out = _by_library(v, weight, size)
     return out if base is None else base + out
 
@@ -65,18 +66,15 @@ def _by_library(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
     return out.permute(0, 2, 3, 1).flatten(1, 2)
 
 
-@torch.library.custom_op("softfree::value_conv", mutates_args=())
 def _forward(v: Tensor, weight: Tensor, base: Tensor | None, height: int, width: int) -> Tensor:
     with on(v.device):
         return _convolve(v, weight, base, height, width, flip=False)
 
 
-@_forward.register_fake
-def _(v, weight, base, height, width):
+def _fake(v, weight, base, height, width):
     return torch.empty(v.shape, dtype=v.dtype, device=v.device)
 
 
-@torch.library.custom_op("softfree::value_conv_backward", mutates_args=())
 def _backward(
     grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
@@ -86,8 +84,7 @@ def _backward(
         return grad_v, _weight_gradient(grad, v, weight, height, width)
 
 
-@_backward.register_fake
-def _(grad, v, weight, height, width):
+def _fake_backward(grad, v, weight, height, width):
     return torch.empty(v.shape, dtype=v.dtype, device=v.device), torch.empty_like(
         weight, memory_format=torch.contiguous_format
     )
@@ -100,13 +97,12 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor):
-    grad_v, grad_weight = torch.ops.softfree.value_conv_backward(
-        grad, *ctx.saved_tensors, ctx.height, ctx.width
-    )
+    grad_v, grad_weight = BACKWARD(grad, *ctx.saved_tensors, ctx.height, ctx.width)
     return grad_v, grad_weight, grad if ctx.has_base else None, None, None
 
 
-_forward.register_autograd(_gradient, setup_context=_setup)
+BACKWARD = register("value_conv_backward", _backward, _fake_backward)
+FORWARD = register("value_conv", _forward, _fake, _setup, _gradient)
 
 
 def _convolve(
