@@ -1,8 +1,9 @@
 """Pictures that stay on the device: decoded once, cropped, resized and mirrored there in whole batches.
 
     pictures = ResidentImages(dataset, device, workers=4)
-    batch = pictures.random_crops(indices, 128, scale=(0.6, 1), ratio=(3 / 4, 4 / 3), hflip=0.5)
     batch = pictures.centre_crops(indices, 128, crop_pct=0.875)
+    crops = RandomCrops(pictures, 128, scale=(0.6, 1), ratio=(3 / 4, 4 / 3), hflip=0.5)
+    batch = crops(crops.draw(indices))
 
 For data of one picture size that fits a GPU's memory, such as CIFAR or Tiny-ImageNet. A training step then
 waits for no loader.
@@ -88,32 +89,6 @@ class ResidentImages:
             count += len(items)
         return pictures, torch.tensor(labels, device=device)
 
-    def random_crops(
-        self,
-        indices: Tensor,
-        size: int,
-        *,
-        scale: Sequence[float],
-        ratio: Sequence[float],
-        hflip: float,
-        interpolation: str = "bicubic",
-        channels_last: bool = False,
-    ) -> Tensor:
-        """Random crops of the pictures, resized to (size, size) and mirrored: (b, 3, size, size), 0 to 255.
-
-        Crops are drawn as torchvision's RandomResizedCrop draws them, from the device's generator, and
-        resized with Pillow's filters: a resized row is a product of the picture's rows with a matrix.
-        """
-        pictures = self.pictures[indices]
-        rows, columns = self.pictures.shape[1], self.pictures.shape[3]
-        first, length = random_boxes(len(indices), (rows, columns), scale, ratio, pictures.device)
-        mirrored, cubic = torch.rand(2, len(indices), 1, 1, device=pictures.device).unbind()
-        kind = cubic < 0.5 if interpolation == "random" else interpolation == "bicubic"
-        matrices = resize_matrices(first, length, max(rows, columns), size, kind)
-        down, across = matrices[0, ..., :rows], matrices[1, ..., :columns]
-        across = torch.where(mirrored < hflip, across.flip(1), across)
-        return _resize(pictures, down, across, channels_last)
-
     def centre_crops(
         self, indices: Tensor, size: int, *, crop_pct: float, interpolation: str = "bicubic"
     ) -> Tensor:
@@ -133,16 +108,77 @@ class ResidentImages:
             )
             begin = round((resized - size) / 2)
             matrices.append(matrix[:, begin : begin + size])
-        down, across = matrices
+        down, across = (matrix.expand(len(pictures), -1, -1) for matrix in matrices)
         return _resize(pictures, down, across)
+
+
+class RandomCrops:
+    """Random crops of resident pictures, resized to (size, size) and mirrored.
+
+    Crops are drawn as torchvision's RandomResizedCrop draws them and resized with Pillow's filters: a resized
+    row is a product of the picture's rows with a matrix. Boxes have whole numbers, so the matrices come from a
+    table, and the boxes of an epoch can be drawn at once: little is left for the host to do in a step.
+    """
+
+    def __init__(
+        self,
+        resident: ResidentImages,
+        size: int,
+        *,
+        scale: Sequence[float],
+        ratio: Sequence[float],
+        hflip: float,
+        interpolation: str = "bicubic",
+        channels_last: bool = False,
+    ):
+        self.pictures = resident.pictures
+        self.scale, self.ratio, self.hflip = scale, ratio, hflip
+        self.channels_last = channels_last
+        self.rows, self.columns = self.pictures.shape[1], self.pictures.shape[3]
+        self.longest = max(self.rows, self.columns)
+        self.kinds = [
+            kind == "bicubic" for kind in INTERPOLATIONS[:2] if interpolation in (kind, "random")
+        ]
+        # A box of each length in the middle of twice the pixels: windows on it are the boxes of all places.
+        length = torch.arange(1.0, self.longest + 1, device=self.pictures.device)
+        middle = torch.full_like(length, self.longest)
+        table = torch.stack(
+            [resize_matrices(middle, length, 2 * self.longest, size, kind) for kind in self.kinds]
+        )
+        table = torch.stack([table, table.flip(-2)], 1).flatten(0, 2)
+        # (filters x mirrored x lengths, windows, size, pixels), a view of the table.
+        self.matrices = table.unfold(-1, self.longest, 1).transpose(1, 2)
+
+    def draw(self, indices: Tensor) -> Tensor:
+        """Crops of pictures ``indices`` (n,), from the device's generator: (5, n) of integers.
+
+        The indices, and for both directions (down, across) the matrix in the table and its window.
+        """
+        count, device = len(indices), indices.device
+        boxes = random_boxes(count, (self.rows, self.columns), self.scale, self.ratio, device)
+        first, length = (numbers.long() for numbers in boxes)
+        mirrored, kind = torch.rand(2, count, device=device)
+        matrix = length - 1 + 2 * self.longest * (kind * len(self.kinds)).long()
+        matrix[1] += self.longest * (mirrored < self.hflip)
+        return torch.cat([indices[None], matrix, self.longest - first])
+
+    def __call__(self, plan: Tensor) -> Tensor:
+        """The crops of a part (5, b) of what was drawn: (b, 3, size, size), 0 to 255."""
+        down, across = self.matrices[plan[1:3], plan[3:5]]
+        return _resize(
+            self.pictures[plan[0]],
+            down[..., : self.rows],
+            across[..., : self.columns],
+            self.channels_last,
+        )
 
 
 def _resize(pictures: Tensor, down: Tensor, across: Tensor, channels_last: bool = False) -> Tensor:
     """(b, H, 3, W) by (b, size, H) and (b, size, W) to (b, 3, size, size)."""
     with torch.autocast(pictures.device.type, enabled=False):
         # Pillow, too, goes along the rows first and keeps 8 bits in between.
-        wide = _to_levels(pictures.flatten(1, 2).float() @ across.mT)
-        resized = _to_levels(down @ wide.view(len(wide), pictures.shape[1], -1))
+        wide = _to_levels(torch.bmm(pictures.flatten(1, 2).float(), across.mT))
+        resized = _to_levels(torch.bmm(down, wide.view(len(wide), pictures.shape[1], -1)))
     layout = torch.channels_last if channels_last else torch.contiguous_format
     size = across.shape[1]
     return resized.view(-1, size, 3, size).transpose(1, 2).contiguous(memory_format=layout)
@@ -189,14 +225,11 @@ def random_boxes(
     return (share * (sides + 1 - length)).floor_(), length
 
 
-def resize_matrices(
-    first: Tensor, length: Tensor, pixels: int, size: int, cubic: Tensor | bool
-) -> Tensor:
+def resize_matrices(first: Tensor, length: Tensor, pixels: int, size: int, cubic: bool) -> Tensor:
     """Matrices (..., size, pixels) that take ``length`` pixels from ``first`` on, resized to ``size``.
 
-    ``first`` and ``length`` are (...) of whole numbers. Pillow's filters: bicubic with a = -1/2 where ``cubic``
-    (which broadcasts to the matrices), else bilinear, widened where the picture shrinks, cut at the box and
-    with rows that sum to 1.
+    ``first`` and ``length`` are (...) of whole numbers. Pillow's filters: bicubic with a = -1/2 or bilinear,
+    widened where the picture shrinks, cut at the box and with rows that sum to 1.
     """
     first, length = first[..., None, None], length[..., None, None]
     step = length / size
@@ -205,12 +238,10 @@ def resize_matrices(
     # 1 in the middle of the filter, 0 one pixel off, -1 two pixels off, where the cubic ends.
     near = 1 - ((pixel - middle) / step.clamp(min=1)).abs_()
     weights = linear = near.clamp(min=0)
-    if cubic is not False:
+    if cubic:
         # Twice Keys' cubic in one formula: its inner piece is the outer one and a term that ends at 0.
         outer = near * (near + 1).clamp_(min=0).square_()
         weights = torch.addcmul(outer, 2 - 4 * linear, linear.square())
-        if cubic is not True:
-            weights = torch.where(cubic, weights, linear)
     weights = weights * ((pixel > first) & (pixel < first + length))
     return weights / weights.sum(-1, keepdim=True)
 

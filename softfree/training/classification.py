@@ -31,7 +31,7 @@ from softfree.data.images import (
     collate_images,
     load_images,
 )
-from softfree.data.resident import INTERPOLATIONS, Indices, ResidentImages
+from softfree.data.resident import INTERPOLATIONS, Indices, RandomCrops, ResidentImages
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
@@ -274,7 +274,7 @@ class Classification(Task):
         self, model: nn.Module, batch: Batch | Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(batch, Tensor):
-            batch = self.read_resident(batch)
+            batch = Batch(self.crops(batch[1:]), batch[0], [])
         if not len(batch.labels):
             first = batch.unreadable[0]
             raise ValueError(
@@ -295,12 +295,12 @@ class Classification(Task):
             self.kept[files] = ResidentImages(files, device, self.settings.run.workers)
         return self.kept[files]
 
-    def read_resident(self, indices: Tensor) -> Batch:
-        """A batch of random crops of the training pictures on the device."""
+    @functools.cached_property
+    def crops(self) -> RandomCrops:
+        """Random crops of the training pictures on the device."""
         augment = self.settings.augment
-        resident = self.resident(self.files[0], indices.device)
-        images = resident.random_crops(
-            indices,
+        return RandomCrops(
+            self.kept[self.files[0]],
             self.settings.model.img_size,
             scale=augment.scale,
             ratio=augment.ratio,
@@ -308,7 +308,11 @@ class Classification(Task):
             interpolation=augment.train_interpolation,
             channels_last=self.settings.run.channels_last,
         )
-        return Batch(images, resident.labels[indices], [])
+
+    def plan_epoch(self, order: Tensor) -> Tensor:
+        """The labels of the pictures and their crops: (6, n)."""
+        labels = self.resident(self.files[0], order.device).labels
+        return torch.cat([labels[order][None], self.crops.draw(order)])
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], processes: Processes

@@ -63,7 +63,8 @@ class Task(ABC):
         higher_is_better: whether more of it is better.
         sizes_vary: whether sizes change from step to step. cuDNN would time its algorithms anew for each.
         train_data, eval_data: map-style data sets. With :class:`~softfree.data.resident.Indices`, whose
-            pictures the task keeps on the device, a batch is a tensor of indices there.
+            pictures the task keeps on the device, a batch is a tensor of indices there, in training a part
+            of what :meth:`plan_epoch` gives.
     """
 
     name: str
@@ -105,6 +106,13 @@ class Task(ABC):
     def order(self, samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
         """The order of an epoch's samples; stretches of ``batch_size`` meet in one process's batch."""
         return shuffle(samples, batch_size, generator)
+
+    def plan_epoch(self, order: Tensor) -> Tensor:
+        """With indices on the device (n,): what the batches of an epoch are parts of, (..., n).
+
+        The generators are seeded for the epoch, in all processes alike.
+        """
+        return order
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
         """Groups for AdamW: no weight decay for biases, norms and what the model itself names."""
@@ -379,17 +387,28 @@ class _Training:
     def _training_batches(self) -> Generator[Any]:
         self.sampler.start, self.sampler.stop = self.position.step, self.schedule.total
         data = self.task.train_data
-        if not isinstance(data, Indices):
-            data = Augmented(data, self.run.seed)
-        return self._batches(data, self.sampler, self.task.collate)
-
-    def _batches(
-        self, data: MapData, sampler: StepSampler | EvalSampler, collate: Callable[[list[Any]], Any]
-    ) -> Generator[Any]:
-        """Batches on the device."""
         if isinstance(data, Indices):
             # Nothing to read: processes and queues would cost more than the indices.
+            return self.sampler.on_device(self.device, self._plan_epoch)
+        return self._read(Augmented(data, self.run.seed), self.sampler, self.task.collate)
+
+    def _plan_epoch(self, order: Tensor, epoch: int) -> Tensor:
+        seed_all(self.run.seed, epoch)
+        return self.task.plan_epoch(order)
+
+    def _eval_batches(self) -> Generator[Any]:
+        data = self.task.eval_data
+        sampler = EvalSampler(
+            len(data), self.optim.batch_size, self.processes.rank, self.processes.count
+        )
+        if isinstance(data, Indices):
             return sampler.on_device(self.device)
+        return self._read(data, sampler, self.task.collate_eval)
+
+    def _read(
+        self, data: MapData, sampler: StepSampler | EvalSampler, collate: Callable[[list[Any]], Any]
+    ) -> Generator[Any]:
+        """Batches that loading processes read, on the device."""
         workers = self.run.workers
         loader: DataLoader = DataLoader(
             data,  # type: ignore[arg-type]
@@ -482,13 +501,7 @@ class _Training:
         if self.whole_model is not None:
             distributed.set_weights(self.whole_model, distributed.get_weights(model))
             model = self.whole_model
-        sampler = EvalSampler(
-            len(self.task.eval_data),
-            self.optim.batch_size,
-            self.processes.rank,
-            self.processes.count,
-        )
-        batches = self._batches(self.task.eval_data, sampler, self.task.collate_eval)
+        batches = self._eval_batches()
         model.eval()
         with torch.no_grad(), self._autocast():
             scores = self.task.evaluate(

@@ -86,12 +86,19 @@ class StepSampler(Sampler[list[Key]]):
             for _, part in slices:
                 yield [(epoch, index) for index in order[part]]
 
-    def on_device(self, device: torch.device) -> Generator[Tensor]:
-        """The same batches as indices on a device, where the order of an epoch goes as a whole."""
+    def on_device(
+        self, device: torch.device, plan_epoch: Callable[[Tensor, int], Tensor]
+    ) -> Generator[Tensor]:
+        """The same batches on a device, where an epoch goes as a whole.
+
+        ``plan_epoch(order, epoch)`` is given the indices (n,), and gives (..., n) to take the batches from.
+        """
         for epoch, slices in itertools.groupby(self._slices(), operator.itemgetter(0)):
-            order = torch.tensor(self._order(epoch), device=device)
+            # From pinned memory the host need not wait for the steps under way.
+            order = torch.tensor(self._order(epoch), pin_memory=device.type == "cuda")
+            plan = plan_epoch(order.to(device, non_blocking=True), epoch)
             for _, part in slices:
-                yield order[part]
+                yield plan[..., part]
 
     def _slices(self) -> Iterator[tuple[int, slice]]:
         """Of each batch the epoch, and where it lies in that epoch's order."""

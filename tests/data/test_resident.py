@@ -9,7 +9,7 @@ from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as TF
 
 from softfree.data.images import ImageFiles
-from softfree.data.resident import ResidentImages, random_boxes, resize_matrices
+from softfree.data.resident import RandomCrops, ResidentImages, random_boxes, resize_matrices
 
 BOX = dict(scale=(0.3, 1.0), ratio=(3 / 4, 4 / 3))
 
@@ -63,13 +63,33 @@ def test_a_shape_that_never_fits_gives_the_largest_centred_box():
     assert (top == 0).all() and (left == 2).all() and (height == 20).all() and (width == 20).all()
 
 
+def draw(resident, indices, size, **settings):
+    """Random crops of the pictures, as seed 3 has them."""
+    torch.manual_seed(3)
+    crops = RandomCrops(resident, size, **settings)
+    return crops(crops.draw(indices))
+
+
+@pytest.mark.parametrize("kind", ["bicubic", "bilinear"])
+def test_matrices_of_the_table_are_those_of_the_boxes(files, kind):
+    crops = RandomCrops(ResidentImages(files, "cpu"), 16, **BOX, hflip=0.5, interpolation=kind)
+    torch.manual_seed(3)
+    plan = crops.draw(torch.arange(6).repeat(5))
+    torch.manual_seed(3)
+    first, length = random_boxes(30, (20, 24), **BOX, device=torch.device("cpu"))
+    mirrored = torch.rand(30) < 0.5
+    expected = resize_matrices(first, length, 24, 16, kind == "bicubic")
+    expected[1, mirrored] = expected[1, mirrored].flip(1)
+    torch.testing.assert_close(crops.matrices[plan[1:3], plan[3:5]], expected)
+    assert 0 < mirrored.sum() < 30
+
+
 def test_whole_pictures_are_kept_and_mirrored(files):
     resident = ResidentImages(files, "cpu")
     assert resident.labels.tolist() == [0, 1, 2, 0, 1, 2]
     indices = torch.tensor([4, 0])
     square = dict(scale=(1.0, 1.0), ratio=(24 / 20, 24 / 20))
-    plain = resident.random_crops(indices, 24, **square, hflip=0.0)
-    mirrored = resident.random_crops(indices, 24, **square, hflip=1.0)
+    plain, mirrored = (draw(resident, indices, 24, **square, hflip=hflip) for hflip in (0.0, 1.0))
     assert torch.equal(mirrored, plain.flip(3))
     wide = TF.pil_to_tensor(Image.open(files.paths[4])).float()
     assert (plain[0, :, ::6].shape, plain.min() >= 0, plain.max() <= 255) == (
@@ -93,35 +113,35 @@ def test_test_pictures_are_prepared_as_timm_prepares_them(files, crop_pct):
 
 def test_the_same_seed_gives_the_same_crops(files):
     resident = ResidentImages(files, "cpu")
-    crops = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        crops.append(
-            resident.random_crops(torch.arange(6), 16, **BOX, hflip=0.5, interpolation="random")
-        )
-    assert torch.equal(*crops)
+    settings = dict(**BOX, hflip=0.5, interpolation="random")
+    assert torch.equal(*(draw(resident, torch.arange(6), 16, **settings) for _ in range(2)))
+
+
+def test_crops_of_a_part_are_that_part_of_the_crops(files):
+    crops = RandomCrops(ResidentImages(files, "cpu"), 16, **BOX, hflip=0.5)
+    plan = crops.draw(torch.arange(6))
+    assert torch.equal(crops(plan[:, 2:5]), crops(plan)[2:5])
 
 
 def test_crops_have_the_layout_asked_for_and_the_same_pixels(files):
-    resident = ResidentImages(files, "cpu")
-    crops = []
-    for channels_last in (False, True):
-        torch.manual_seed(3)
-        crops.append(
-            resident.random_crops(
-                torch.arange(6), 16, **BOX, hflip=0.5, channels_last=channels_last
-            )
-        )
-    assert crops[0].is_contiguous() and crops[1].is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(*crops)
+    resident, indices = ResidentImages(files, "cpu"), torch.arange(6)
+    plain, last = (
+        draw(resident, indices, 16, **BOX, hflip=0.5, channels_last=channels_last)
+        for channels_last in (False, True)
+    )
+    assert plain.is_contiguous() and last.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(plain, last)
 
 
-def test_each_picture_has_its_own_filter_when_it_is_random():
-    first, length = torch.tensor([2.0, 2.0]), torch.tensor([5.0, 5.0])
-    mixed = resize_matrices(first, length, 9, 4, torch.tensor([True, False])[:, None, None])
-    cubic, linear = (resize_matrices(first, length, 9, 4, kind) for kind in (True, False))
-    assert not torch.allclose(cubic, linear)
-    torch.testing.assert_close(mixed, torch.stack([cubic[0], linear[1]]))
+def test_each_picture_has_its_own_filter_when_it_is_random(files):
+    resident, indices = ResidentImages(files, "cpu"), torch.arange(6).repeat(4)
+    kinds = ("random", "bicubic", "bilinear")
+    mixed, cubic, linear = (
+        draw(resident, indices, 16, **BOX, hflip=0.5, interpolation=kind) for kind in kinds
+    )
+    is_cubic = (mixed == cubic).flatten(1).all(1)
+    is_linear = (mixed == linear).flatten(1).all(1)
+    assert is_cubic.any() and is_linear.any() and (is_cubic ^ is_linear).all()
 
 
 def test_pictures_of_different_sizes_are_refused(files, tmp_path):

@@ -140,9 +140,10 @@ def test_pictures_on_the_device_give_the_same_crops_after_a_resume(tmp_path):
     for _ in range(2):  # a new task reads the pictures anew, as a run that goes on does
         task = Classification(on_device())
         seed_all(0, 5)
-        crops.append(task.read_resident(torch.tensor([3, 1])))
-    assert torch.equal(crops[0].images, crops[1].images)
-    assert crops[0].labels.tolist() == [task.files[0].read(index)[1] for index in (3, 1)]
+        plan = task.plan_epoch(torch.tensor([3, 1]))
+        crops.append(task.crops(plan[1:]))
+    assert torch.equal(*crops)
+    assert plan[0].tolist() == [task.files[0].read(index)[1] for index in (3, 1)]
 
 
 def test_pictures_on_the_device_refuse_what_is_done_on_the_cpu():
