@@ -62,7 +62,7 @@ class GuardedOptimizer:
         # AdamW's kernel divides gradients by this: clipping needs no pass over them of its own.
         self.optimizer.grad_scale = (norm / self.clip).clamp_(min=1) if self.clip else None  # type: ignore[attr-defined]
         # Infinity and NaN, times 0, are NaN.
-        self.optimizer.found_inf = (norm * 0 != 0).float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (norm * 0).nan_to_num_(nan=1.0)  # type: ignore[attr-defined]
         self.optimizer.step()
         if self.scaler.is_enabled():
             self.scaler.update()
