@@ -285,9 +285,10 @@ class Classification(Task):
             images, labels = self.mixup(images, labels)
         if reprob := self.settings.augment.reprob:
             images = RandomErasing(reprob, mode="pixel", device=str(images.device))(images)
-        # Mixed labels are probabilities, smoothed already.
-        smoothing = 0.0 if labels.is_floating_point() else self.settings.augment.smoothing
-        return F.cross_entropy(model(images), labels, label_smoothing=smoothing), {}
+        logits = model(images)
+        if labels.is_floating_point():  # probabilities, smoothed already
+            return F.cross_entropy(logits, labels), {}
+        return smoothed_cross_entropy(logits, labels, self.settings.augment.smoothing), {}
 
     def resident(self, files: ImageDataset, device: torch.device) -> ResidentImages:
         """The pictures on the device, where the first call puts them."""
@@ -331,6 +332,19 @@ class Classification(Task):
             **self.preparation,
             "softfree": softfree.__version__,
         }
+
+
+def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """``F.cross_entropy`` of logits (b, classes) with ``label_smoothing``, in 7 of torch's calls instead of 21.
+
+    The host starts each of them, forward and backward, and small models wait for the host.
+    """
+    log_probabilities = logits.log_softmax(1)
+    count, classes = logits.shape
+    each = smoothing / classes
+    weights = torch.full_like(log_probabilities, -each / count)
+    weights.scatter_(1, labels[:, None], (smoothing - 1 - each) / count)
+    return (log_probabilities * weights).sum()
 
 
 def check_resident(augment: AugmentSettings) -> None:
