@@ -100,7 +100,7 @@ class TakesTurns(classification.Classification):
         if self.turn > COUNTED:
             self.seconds[loop].append(time.perf_counter() - began)
 
-    def order(self, samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
+    def order(self, samples: int, batch_size: int, generator: torch.Generator) -> torch.Tensor:
         self.engine_turn.__exit__(None, None, None)
         self.turn += 1
         for loop, step in zip(LOOPS[1:], self.bare, strict=True):

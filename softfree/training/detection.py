@@ -217,10 +217,10 @@ class Detection(Task):
     def collate_eval(self, samples: list[Any]) -> DetectionBatch:
         return collate_detection(samples)
 
-    def order(self, samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
+    def order(self, samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
         """The order of an epoch: a batch's pictures are all wide or all tall."""
         ratios = [self.data.train.aspect_ratio(index) for index in range(samples)]
-        return aspect_ratio_order(ratios, batch_size, generator)
+        return torch.tensor(aspect_ratio_order(ratios, batch_size, generator))
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
         return dense_parameter_groups(model, model.backbone.features.body, optim)  # type: ignore[union-attr, arg-type]

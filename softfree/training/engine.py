@@ -103,7 +103,7 @@ class Task(ABC):
         """Items of ``eval_data`` as a batch."""
         return self.collate(samples)
 
-    def order(self, samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
+    def order(self, samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
         """The order of an epoch's samples; stretches of ``batch_size`` meet in one process's batch."""
         return shuffle(samples, batch_size, generator)
 

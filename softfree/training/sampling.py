@@ -57,7 +57,7 @@ class StepSampler(Sampler[list[Key]]):
         seed: int,
         start: int,
         stop: int,
-        permute: Callable[[int, int, torch.Generator], list[int]] | None = None,
+        permute: Callable[[int, int, torch.Generator], Tensor] | None = None,
     ):
         self.samples = samples
         self.batch_size = batch_size
@@ -82,7 +82,7 @@ class StepSampler(Sampler[list[Key]]):
 
     def __iter__(self) -> Iterator[list[Key]]:
         for epoch, slices in itertools.groupby(self._slices(), operator.itemgetter(0)):
-            order = self._order(epoch)
+            order = self._order(epoch).tolist()
             for _, part in slices:
                 yield [(epoch, index) for index in order[part]]
 
@@ -94,8 +94,10 @@ class StepSampler(Sampler[list[Key]]):
         ``plan_epoch(order, epoch)`` is given the indices (n,), and gives (..., n) to take the batches from.
         """
         for epoch, slices in itertools.groupby(self._slices(), operator.itemgetter(0)):
-            # From pinned memory the host need not wait for the steps under way.
-            order = torch.tensor(self._order(epoch), pin_memory=device.type == "cuda")
+            order = self._order(epoch)
+            if device.type == "cuda":
+                # So that the host need not wait for the steps under way.
+                order = order.pin_memory()
             plan = plan_epoch(order.to(device, non_blocking=True), epoch)
             for _, part in slices:
                 yield plan[..., part]
@@ -109,14 +111,14 @@ class StepSampler(Sampler[list[Key]]):
                 begin = position * self.global_batch + part * self.batch_size
                 yield epoch, slice(begin, begin + self.batch_size)
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return self.permute(self.samples, self.batch_size, generator)
 
 
-def shuffle(samples: int, batch_size: int, generator: torch.Generator) -> list[int]:
+def shuffle(samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
     """All indices in random order."""
-    return torch.randperm(samples, generator=generator).tolist()
+    return torch.randperm(samples, generator=generator)
 
 
 class EvalSampler(Sampler[list[int]]):
