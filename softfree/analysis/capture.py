@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention, SoftmaxAttention
+from softfree.layers.landmarks import pooled_share
 from softfree.layers.linformer import LinformerAttention
 from softfree.layers.multihead import MultiHeadAttention
 from softfree.layers.nystromformer import NystromformerAttention, iterative_inverse
@@ -104,13 +105,14 @@ class AttentionLayer:
 
 @dataclass(frozen=True, eq=False)
 class SoftLayer(AttentionLayer):
-    r"""Softmax-free attention: row i is :math:`\kappa(q_i, L) \, Y' \, \kappa(L, K)`.
+    r"""Softmax-free attention: row i is :math:`\kappa(q_i, L) \, Y' \, \kappa(L, K)`, times ``share``.
 
     ``dataclasses.replace`` asks what if: ``replace(layer, iterations=5)``, ``normalize=False``.
 
     Attributes:
         landmarks: (heads, m, d), float32.
         scale, normalize, iterations, start, ridge: see :func:`softfree.soft_attention`.
+        share: factor of the rows, see :func:`softfree.layers.landmarks.pooled_share`.
     """
 
     landmarks: Tensor
@@ -119,6 +121,7 @@ class SoftLayer(AttentionLayer):
     iterations: int
     start: str
     ridge: float
+    share: float = 1.0
 
     @property
     def m(self) -> int:
@@ -141,7 +144,7 @@ class SoftLayer(AttentionLayer):
         return normalize_inverse(self.inverse, self.a) if self.normalize else self.inverse
 
     def rows(self, queries: Sequence[int]) -> Tensor:
-        left = self._kernel(self.queries[:, queries], self.landmarks) @ self.mixing
+        left = self._kernel(self.queries[:, queries], self.landmarks) @ self.mixing * self.share
         out = self.queries.new_empty(self.heads, len(queries), self.tokens)
         step = max(1, CHUNK // (self.heads * self.m))
         for first in range(0, self.tokens, step):
@@ -354,7 +357,8 @@ def _self_attention(
 def _read_soft(name: str, module: SoftAttention, x: Tensor, size: Grid) -> SoftLayer:
     q = module.qv(x)[..., : x.shape[2]].unflatten(-1, (module.num_heads, module.head_dim))
     q = q.transpose(1, 2)
-    landmarks, present = module.sampler(q, size, None)
+    landmarks, present = sampled = module.sampler(q, size, None)
+    share = pooled_share(module.sampler, sampled, x.shape[1], size)
     # A landmark that takes no part changes nothing when it is left out.
     landmarks = landmarks[0] if present is None else landmarks[0][:, present[0]]
     tokens = q[0].float()
@@ -370,6 +374,7 @@ def _read_soft(name: str, module: SoftAttention, x: Tensor, size: Grid) -> SoftL
         iterations=module.iterations,
         start=module.start,
         ridge=module.ridge,
+        share=1.0 if share is None else float(share),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softfree.layers.landmarks import Landmarks, Size, create_sampler
+from softfree.layers.landmarks import Landmarks, Size, create_sampler, pooled_share
 from softfree.layers.multihead import (
     MultiHeadAttention,
     check_heads,
@@ -31,6 +31,10 @@ class SoftAttention(nn.Module):
 
     Queries double as keys, :math:`W_q = W_k`; per head :math:`X = \kappa(Q, L) Y' (\kappa(L, Q) V)` with
     landmarks L sampled from Q (see :func:`softfree.soft_attention`), plus a depthwise convolution of V.
+
+    X is a sum over n tokens. Where the windows of ``stride`` are more than a largest count of landmarks, n
+    grows and the landmarks, which normalise the sum, do not. X is then multiplied by landmarks over windows,
+    so that an enlarged image has the output of the image itself.
 
     Args:
         dim: channels; a multiple of ``num_heads``.
@@ -111,7 +115,7 @@ class SoftAttention(nn.Module):
         check_size(size, source.shape[1], self.sequence)
         q, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
         keys, values = q.transpose(1, 2), v.transpose(1, 2)
-        landmarks, landmark_mask = self.sampler(keys, size, mask)
+        landmarks, landmark_mask = sampled = self.sampler(keys, size, mask)
         queries = keys
         if context is not None:
             queries = query_projection(self.qv, x)
@@ -130,6 +134,9 @@ class SoftAttention(nn.Module):
             backend=self.backend,
         )
         out = out.transpose(1, 2).flatten(2)
+        share = pooled_share(self.sampler, sampled, source.shape[1], size, mask)
+        if share is not None:
+            out = out * (share.to(out.dtype)[:, None, None] if isinstance(share, Tensor) else share)
         if self.value_conv is not None and context is None:
             out = self.value_conv(v.flatten(2), size, mask, out)
         return self.proj(out)

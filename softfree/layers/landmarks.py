@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softfree.ops.inverse import compute_dtype
 from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
 
 Size = tuple[int, int] | None
@@ -122,13 +123,15 @@ class _WindowLandmarks(nn.Module):
         """One landmark of each window of the grid's tokens: (batch, heads, m, d)."""
         raise NotImplementedError("a window sampler reduces its windows")
 
-    def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
+    def layout(self, tokens: int, size: Size) -> tuple[int, tuple[int, int], tuple[int, int]]:
+        """How many of the tokens are a prefix, the grid of the others, and a window of it."""
         if size is None or (self.stride == 1 and self.count is None):
             # A sequence; or each token is a window, wherever it stands, prefix tokens included.
-            prefix, grid, window = 0, (1, q.shape[2]), (1, self.stride)
-        else:
-            prefix, grid = q.shape[2] - size[0] * size[1], size
-            window = (self.stride, self.stride)
+            return 0, (1, tokens), (1, self.stride)
+        return tokens - size[0] * size[1], size, (self.stride, self.stride)
+
+    def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
+        prefix, grid, window = self.layout(q.shape[2], size)
         real = None if mask is None else mask[:, prefix:]
         landmarks = self.reduce(q[:, :, prefix:], real, grid, window)
         landmark_mask = None if real is None else _mask_windows(real, grid, window).any(-1)
@@ -287,6 +290,39 @@ class RandomLandmarks(_TokenLandmarks):
         first, length = bounds[..., :-1], bounds.diff()
         # The bound matters where a product just below the length is rounded up to it.
         return first + torch.minimum((within * length).long(), length - 1)
+
+
+def pooled_share(
+    sampler: nn.Module, sampled: Sampled, tokens: int, size: Size, mask: Tensor | None = None
+) -> float | Tensor | None:
+    """How many landmarks a sampler made over how many windows there are; None: nothing was pooled.
+
+    A number, or one for each sample, (batch,), where they differ: with a mask landmarks and windows without
+    real tokens do not count.
+
+    Example:
+        >>> import torch
+        >>> sampler = AverageLandmarks(stride=4, count=9)
+        >>> pooled_share(sampler, sampler(torch.randn(2, 3, 576, 32), (24, 24)), 576, (24, 24))
+        0.25
+    """
+    if not isinstance(sampler, _WindowLandmarks) or sampler.count is None:
+        return None
+    landmarks, landmark_mask = sampled
+    prefix, grid, window = sampler.layout(tokens, size)
+    rows, columns = window_grid(grid, window)
+    single = prefix if sampler.stride == 1 else 0
+    windows = single + rows * columns
+    # An exported program is not asked: the answer would fix it to a size.
+    if isinstance(windows, int) and landmarks.shape[2] == windows:
+        return None
+    if landmark_mask is None:
+        return landmarks.shape[2] / windows
+    made = landmark_mask.sum(1).to(compute_dtype(landmarks.dtype))
+    if mask is None:
+        return made / windows
+    with_tokens = _mask_windows(mask[:, prefix:], grid, window).any(-1).sum(1)
+    return made / (mask[:, :single].sum(1) + with_tokens).clamp(min=1)
 
 
 def _mask_windows(mask: Tensor, grid: tuple[int, int], window: tuple[int, int]) -> Tensor:

@@ -27,7 +27,7 @@ def explicit_matrix(layer: SoftLayer) -> torch.Tensor:
     settings = {
         k: getattr(layer, k) for k in ("scale", "normalize", "iterations", "start", "ridge")
     }
-    return reference.soft_attention(q, q, values, landmarks, **settings)[0]
+    return layer.share * reference.soft_attention(q, q, values, landmarks, **settings)[0]
 
 
 @pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny", "softpp_vit_small"])
@@ -41,9 +41,10 @@ def test_rows_are_those_of_the_explicit_matrix(name, landmarks):
 
 
 @pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny_release", "softpp_vit_small"])
-def test_captured_rows_times_values_are_what_each_layer_computed(name):
+@pytest.mark.parametrize("landmarks", ["conv", "conv:4"])
+def test_captured_rows_times_values_are_what_each_layer_computed(name, landmarks):
     """The factors are recomputed beside the layer, so they must be those the layer used."""
-    model = small(name).eval()
+    model = small(name, landmarks=landmarks).eval()
     image = torch.randn(3, *SIZE)
     seen: dict[str, tuple] = {}
     for key, module in model.named_modules():

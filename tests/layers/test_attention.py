@@ -24,8 +24,19 @@ def tokens(count: int, batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, count, DIM, dtype=torch.float64)
 
 
+def share(attention: softfree.SoftAttention, landmarks: int, windows: int) -> float:
+    """What the operator's result is multiplied by, for samplers that pool windows."""
+    return landmarks / windows if hasattr(attention.sampler, "stride") else 1.0
+
+
 def heads(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+
+
+def enlarge(x: torch.Tensor, size: tuple[int, int], times: int) -> torch.Tensor:
+    """Each token of an image ``times`` x ``times``."""
+    x = x.unflatten(1, size).repeat_interleave(times, 1).repeat_interleave(times, 2)
+    return x.flatten(1, 2)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -40,6 +51,8 @@ def test_an_image_layer_is_the_operator_between_its_projections(spec, size, pref
     out = softfree.soft_attention(
         heads(q), heads(v), landmarks, normalize=normalize, backend="reference"
     )
+    windows = -(-size[0] // 2) * -(-size[1] // 2)
+    out = out * share(attention, landmarks.shape[2], windows)
     expected = attention.proj(out.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(x, size), expected)
 
@@ -124,6 +137,9 @@ def test_what_stands_at_masked_tokens_does_not_matter_to_real_ones(spec, size, p
         ("average", 1, 5),
         # As many landmarks as windows, or fewer, so that both lengths have the same windows.
         ("average:6", 4, 18),
+        ("average:3", 4, 18),
+        ("average:2", 1, 5),
+        ("conv:3", 4, 18),
         ("first:9", 4, 18),
         ("random:9", 4, 18),
     ],
@@ -139,8 +155,35 @@ def test_a_padded_sample_has_the_output_of_the_unpadded_one(landmarks, stride, l
     torch.testing.assert_close(out[1:], attention(x[1:]))
 
 
-def test_a_sample_without_real_tokens_disturbs_nobody():
-    attention = layer(landmarks="average", sequence=True)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_with_a_fixed_count_an_enlarged_image_has_the_output_of_the_image(
+    normalize, stride, masked
+):
+    attention = layer(landmarks="average:16", stride=stride, normalize=normalize)
+    size = (4 * stride, 4 * stride)
+    x = tokens(size[0] * size[1])
+    mask = torch.ones(x.shape[:2], dtype=torch.bool)
+    mask[0, : 2 * size[1]] = not masked
+    expected = attention(x, size, mask)
+    for times in (2, 3):
+        large = (times * size[0], times * size[1])
+        out = attention(enlarge(x, size, times), large, enlarge(mask, size, times))
+        torch.testing.assert_close(out, enlarge(expected, size, times))
+
+
+def test_what_is_pooled_keeps_its_dtype_under_a_mask():
+    attention = layer(landmarks="average:4").bfloat16()
+    x = tokens(64).bfloat16()
+    out = attention(x, (8, 8), torch.ones(2, 64, dtype=torch.bool))
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, attention(x, (8, 8)), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("spec", ["average", "average:4"])
+def test_a_sample_without_real_tokens_disturbs_nobody(spec):
+    attention = layer(landmarks=spec, sequence=True)
     x = tokens(12)
     mask = torch.tensor([[True] * 12, [False] * 12])
     out = attention(x, mask=mask)
@@ -165,6 +208,9 @@ def test_cross_attention_takes_keys_values_and_landmarks_from_the_context(spec):
         landmark_mask=landmark_mask,
         backend="reference",
     )
+    real_windows = F.max_pool2d(mask.unflatten(1, (7, 5)).double(), 2, ceil_mode=True).sum((1, 2))
+    parts = [share(attention, *n) for n in zip(landmark_mask.sum(1), real_windows, strict=True)]
+    out = out * torch.tensor(parts, dtype=torch.float64)[:, None, None, None]
     expected = attention.proj(out.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(x, (7, 5), mask, context), expected)
 
