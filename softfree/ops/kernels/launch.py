@@ -9,7 +9,7 @@ their own) and spread_backward for dL alone.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,10 +19,12 @@ from softfree.ops import mixing as torch_mixing
 from softfree.ops.chunked import token_tensor
 from softfree.ops.inverse import add_ridge, start_value
 from softfree.ops.kernels import block, has_matrix_units, power_of_two, tiles_of
+from softfree.ops.kernels.common import LOW_SCALE
 from softfree.ops.kernels.mixing import (
     landmark_matrix_kernel,
     mixing_backward_kernel,
     mixing_kernel,
+    newton_halves_kernel,
     newton_product_kernel,
 )
 from softfree.ops.kernels.short import short_backward_kernel, short_forward_kernel
@@ -33,8 +35,7 @@ MAX_CHANNELS = 128
 # Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
 MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
 MAX_LANDMARKS_IN_REGISTERS = 64  # of the inverse
-MAX_LANDMARKS_AT_ONCE = 256  # in a program of a token pass
-NEWTON_TILE = 128  # side of a tile of larger matrices
+MAX_LANDMARKS_AT_ONCE = 128  # in a program of a token pass; more spill its registers
 LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
 MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
 # One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
@@ -68,10 +69,13 @@ AMPERE = {} if triton.knobs.runtime.interpret else {"arch": "sm80"}
 
 
 def _tile(kernel: str, shape: "_Shape") -> Tile:
+    widest = max(shape.block_d, shape.block_c)
+    if kernel == "spread_backward" and widest == 64 and shape.block_m == 64 and shape.half:
+        return Tile(32, 8, 2)  # the tile tuned at 32 channels would spill registers
     tuned = TILES[kernel].get((shape.block_m, shape.half))
-    if tuned is not None and shape.block_d <= 64 and shape.block_c <= 64 and shape.hopper:
+    if tuned is not None and widest <= 64 and shape.hopper:
         return tuned
-    wide = shape.block_m > 64 or max(shape.block_d, shape.block_c) > 64
+    wide = shape.block_m > 64 or widest > 64
     if shape.tiles > 1 and not kernel.startswith("mixing"):
         return Tile(32, 8, 1) if shape.hopper else Tile(16, 4, 1)
     if not shape.hopper and not shape.half and kernel in ("spread_backward", "short_backward"):
@@ -354,20 +358,38 @@ def _newton_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Ten
     """The inverse of matrices (batch, heads, m, m) too large for one program, two launches a step."""
     b = add_ridge(a, ridge).contiguous()
     y = start_value(a, start, ridge) * b
-    by, spare = torch.empty_like(y), torch.empty_like(y)
     m = a.shape[-1]
-    tiles = tiles_of(m, NEWTON_TILE)
+    # An entry of the inverse may be as small as 1 / m^2, which float16's halves lose for more landmarks.
+    halves = iterations <= MAX_HALVES_ITERATIONS and m <= 512
+    large = halves and m > 192 and is_hopper(a.device)
+    options: dict[str, Any] = dict(BLOCK=64, BLOCK_K=32, num_warps=4, num_stages=3, **AMPERE)
+    if large:  # operands straight from memory: Hopper's matrix instructions are safe here
+        options = dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3)
+    tiles = tiles_of(m, options["BLOCK"])
+    if halves:
+        b, y = (_to_halves(matrix, options["BLOCK"] * tiles) for matrix in (b, y))
+    kernel = newton_halves_kernel if halves else newton_product_kernel
+    sizes = (y.shape[-1], tiles)
+    by, spare = torch.empty_like(y), torch.empty_like(y)
     grid = (a.shape[0] * a.shape[1] * tiles * tiles,)
-    options = dict(
-        # An entry of the inverse may be as small as 1 / m^2, which float16's halves lose for more landmarks.
-        BLOCK=NEWTON_TILE, BLOCK_K=32, HALVES=iterations <= MAX_HALVES_ITERATIONS and m <= 512,
-        num_warps=8, num_stages=3, **AMPERE,
-    )  # fmt: skip
     for _ in range(iterations):
-        newton_product_kernel[grid](b, y, y, by, m, tiles, UPDATE=False, **options)
-        newton_product_kernel[grid](y, by, y, spare, m, tiles, UPDATE=True, **options)
+        kernel[grid](b, y, y, by, *sizes, UPDATE=False, **options)
+        kernel[grid](y, by, y, spare, *sizes, UPDATE=True, **options)
         y, spare = spare, y
+    if halves:
+        high, low = y[..., :m, :m].float().unbind(2)
+        y = torch.add(high, low, alpha=1 / LOW_SCALE.value)
     return y
+
+
+def _to_halves(matrices: Tensor, side: int) -> Tensor:
+    """float32 matrices (batch, heads, m, m) as halves: (batch, heads, 2, side, side), float16, 0 beyond m."""
+    m = matrices.shape[-1]
+    halves = matrices.new_zeros((*matrices.shape[:2], 2, side, side), dtype=torch.float16)
+    high = matrices.half()
+    halves[..., 0, :m, :m] = high
+    halves[..., 1, :m, :m] = (matrices - high) * LOW_SCALE.value
+    return halves
 
 
 def _spread(

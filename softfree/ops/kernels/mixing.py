@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from softfree.ops.kernels.common import present_landmarks, split_product, wide_product
+from softfree.ops.kernels.common import (
+    LOW_SCALE,
+    present_landmarks,
+    split,
+    split_product,
+    wide_product,
+)
 
 # Sum of the eigenvalues of I - BY whose squares are nothing in float32: the root of its precision.
 CONVERGED = tl.constexpr(2.0**-11.5)
@@ -172,7 +178,7 @@ def landmark_matrix_kernel(
 @triton.jit
 def newton_product_kernel(
     p_a, p_b, p_y, p_out, m, tiles,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
     """Grid (matrices * tiles * tiles,). ``A B`` of float32 matrices (m, m), with ``UPDATE`` ``2 Y - A B``.
 
@@ -190,12 +196,50 @@ def newton_product_kernel(
         p_right = p_b + matrix + (first + offs_k)[:, None] * m + offs_column[None, :]
         b_left = tl.load(p_left, mask=(offs_row < m)[:, None] & inside[None, :], other=0.0)
         b_right = tl.load(p_right, mask=inside[:, None] & (offs_column < m)[None, :], other=0.0)
-        b_sum += split_product(b_left, b_right, HALVES)
+        b_sum += split_product(b_left, b_right, False)
     offs = matrix + offs_row[:, None] * m + offs_column[None, :]
     mask = (offs_row < m)[:, None] & (offs_column < m)[None, :]
     if UPDATE:
         b_sum = 2.0 * tl.load(p_y + offs, mask=mask, other=0.0) - b_sum
     tl.store(p_out + offs, b_sum, mask=mask)
+
+
+@triton.jit
+def newton_halves_kernel(
+    p_a, p_b, p_y, p_out, side, tiles,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr,
+):  # fmt: skip
+    """As :func:`newton_product_kernel` of matrices kept as halves, (2, side, side) of float16.
+
+    See :func:`split`: the halves are made once, where a result is written, not by every tile that reads it.
+    ``side`` is a multiple of BLOCK; what lies beyond m is 0 and stays so.
+    """
+    program = tl.program_id(0)
+    matrix = (program // (tiles * tiles)).to(tl.int64) * 2 * side * side
+    offs_row = program // tiles % tiles * BLOCK + tl.arange(0, BLOCK)
+    offs_column = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    offs_k = tl.arange(0, BLOCK_K)
+    low = side * side
+    p_left = p_a + matrix + offs_row[:, None] * side + offs_k[None, :]
+    p_right = p_b + matrix + offs_k[:, None] * side + offs_column[None, :]
+    b_sum = tl.zeros((BLOCK, BLOCK), tl.float32)
+    b_cross = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for _ in range(0, side, BLOCK_K):
+        b_left, b_right = tl.load(p_left), tl.load(p_right)
+        b_sum = tl.dot(b_left, b_right, b_sum)
+        b_cross = tl.dot(b_left, tl.load(p_right + low), b_cross)
+        b_cross = tl.dot(tl.load(p_left + low), b_right, b_cross)
+        p_left += BLOCK_K
+        p_right += BLOCK_K * side
+    b_sum += b_cross * (1.0 / LOW_SCALE)
+    offs = matrix + offs_row[:, None] * side + offs_column[None, :]
+    if UPDATE:
+        b_low = tl.load(p_y + low + offs).to(tl.float32)
+        b_y = tl.load(p_y + offs).to(tl.float32) + b_low * (1.0 / LOW_SCALE)
+        b_sum = 2.0 * b_y - b_sum
+    b_high, b_low = split(b_sum)
+    tl.store(p_out + offs, b_high)
+    tl.store(p_out + low + offs, b_low)
 
 
 @triton.jit
