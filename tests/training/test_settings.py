@@ -54,7 +54,8 @@ def test_the_short_recipe_is_the_table_s():
     assert (optim.batch_size, optim.epochs, optim.lr) == (512, 20, 1e-3)
     assert optim.warmup_epochs / optim.epochs == 0.1 and optim.min_lr / optim.lr == 0.05
     assert (optim.weight_decay, optim.clip_grad) == (0.05, 1.0)
-    assert augment.scale == (0.6, 1.0) and augment.smoothing == 0.1 and augment.hflip == 0.5
+    assert augment.scale == (0.6**2, 1.0) and augment.ratio == (1.0, 1.0)
+    assert augment.smoothing == 0.1 and augment.hflip == 0.5
     assert augment.mixup == augment.cutmix == augment.color_jitter == augment.reprob == 0
 
 
