@@ -1,0 +1,114 @@
+"""Draw the pictures of docs/README.md that no command draws, from the dated CSV files beside this script.
+
+    python results/draw.py
+
+Writes 2026-11-15_nvidia-h200_accuracy.png: top-1 against training speed, and against the size of the test pictures.
+"""
+
+import csv
+from math import sqrt
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent
+PREFIX = "2026-11-15_nvidia-h200"
+TRAINED_AT = "128"  # pixels of a picture's side
+TEST_PICTURES = 5000  # 50 of each of the 100 classes
+NAMES = {
+    "softpp": "SOFT++",
+    "soft": "SOFT",
+    "softmax": "softmax",
+    "linformer": "Linformer",
+    "performer": "Performer",
+    "nystromformer": "Nyströmformer",
+}
+COLOURS = {attention: f"C{number}" for number, attention in enumerate(NAMES)}
+LANDMARKS = {"stride": ("-", "fixed stride"), "count": ("--", "16 landmarks")}
+
+Row = dict[str, str]
+
+
+def read(what: str) -> list[Row]:
+    """The rows of one CSV file of this date and device."""
+    with (RESULTS / f"{PREFIX}_{what}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def draw_speed(axes: Axes, accuracies: list[Row], speeds: dict[str, Row]) -> None:
+    """Top-1 against training images a second, with the memory of training in words.
+
+    A bar is one standard error of a share p of n test pictures, sqrt(p (1 - p) / n).
+    """
+    points = sorted(
+        (float(speeds[row["attention"]]["train_img_per_s"]), float(row["top1"]), row["attention"])
+        for row in accuracies
+        if (row["img_size"], row["landmarks"]) == (TRAINED_AT, "stride")
+    )
+    for number, (speed, top1, attention) in enumerate(points):
+        error = sqrt(top1 * (100 - top1) / TEST_PICTURES)
+        axes.errorbar(speed, top1, error, fmt="o", ms=9, capsize=4, color=COLOURS[attention])
+        memory = float(speeds[attention]["train_peak_gib"])
+        # The fastest two may lie side by side: their labels go to the left and to the right.
+        right = number != len(points) - 2
+        axes.annotate(
+            f"{NAMES[attention]}\n{top1:.1f}%, {memory:.1f} GiB",
+            (speed, top1),
+            xytext=(10 if right else -10, 0),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            va="center",
+            fontsize=9,
+        )
+    axes.margins(x=0.8, y=0.2)  # room for the labels
+    axes.set_xlabel("training images a second at 224 x 224, batch 256")
+    axes.set_ylabel(f"top-1 in % at {TRAINED_AT} x {TRAINED_AT}")
+    axes.set_title("Accuracy against throughput\n(bars: ± one standard error; GiB: in training)")
+
+
+def draw_sizes(axes: Axes, accuracies: list[Row]) -> None:
+    """Top-1 against the side of the test pictures; dashed where the number of landmarks stays the same."""
+    for attention, name in NAMES.items():
+        for landmarks, (style, words) in LANDMARKS.items():
+            points = sorted(
+                (int(row["img_size"]), float(row["top1"]))
+                for row in accuracies
+                if (row["attention"], row["landmarks"]) == (attention, landmarks)
+            )
+            if points:
+                label = f"{name}, {words}" if attention in ("softpp", "soft") else name
+                axes.plot(
+                    *zip(*points, strict=True), f"o{style}", color=COLOURS[attention], label=label
+                )
+    axes.set_xticks(sorted({int(row["img_size"]) for row in accuracies}))
+    axes.set_ylim(0, 65)
+    axes.set_xlabel("side of the test pictures in pixels")
+    axes.set_ylabel("top-1 in %")
+    axes.set_title(f"Accuracy at sizes not trained on\n(trained at {TRAINED_AT} x {TRAINED_AT})")
+    axes.legend(loc="upper right", fontsize=9)
+
+
+def main() -> None:
+    """Draw and write the picture."""
+    speeds = {row["attention"]: row for row in read("throughput_224")}
+    # A run of the pyramid whose speed was measured has the name of its attention.
+    accuracies = [row for row in read("tiny_imagenet") if row["run"] in speeds]
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_speed(left, accuracies, speeds)
+    draw_sizes(right, accuracies)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    first = accuracies[0]
+    figure.suptitle(
+        f"Attentions in {first['model']}, Tiny-ImageNet-100, {first['epochs']} epochs, one seed; "
+        f"{first['device']}, {first['date']}"
+    )
+    output = RESULTS / f"{PREFIX}_accuracy.png"
+    figure.savefig(output, dpi=150)
+    print(f"figure written to {output}")
+
+
+if __name__ == "__main__":
+    main()
