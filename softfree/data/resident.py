@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from softfree.data.images import ImageDataset, Unreadable
+from softfree.ops.inverse import full_precision
 
 INTERPOLATIONS = ("bilinear", "bicubic", "random")
 TRIES = 10  # for a crop that fits the picture, as torchvision has it
@@ -175,7 +176,8 @@ class RandomCrops:
 
 def _resize(pictures: Tensor, down: Tensor, across: Tensor, channels_last: bool = False) -> Tensor:
     """(b, H, 3, W) by (b, size, H) and (b, size, W) to (b, 3, size, size)."""
-    with torch.autocast(pictures.device.type, enabled=False):
+    # In TF32, which training allows, some pixels would be off by a level.
+    with torch.autocast(pictures.device.type, enabled=False), full_precision(pictures.device):
         # Pillow, too, goes along the rows first and keeps 8 bits in between.
         wide = _to_levels(torch.bmm(pictures.flatten(1, 2).float(), across.mT))
         resized = _to_levels(torch.bmm(down, wide.view(len(wide), pictures.shape[1], -1)))

@@ -16,7 +16,9 @@ class TanhMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1: Any = self.fc1
-        if not (_is_plain(fc1, nn.Linear) and _is_plain(self.act, nn.GELU)):
+        act: Any = self.act
+        has_tanh = _is_plain(act, nn.GELU) and act.approximate == "tanh"
+        if not (has_tanh and _is_plain(fc1, nn.Linear)):
             return super().forward(x)
         x = self.drop1(linear_gelu(x, fc1.weight, fc1.bias))
         return self.drop2(self.fc2(x))
@@ -24,8 +26,13 @@ class TanhMlp(Mlp):
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module does what its kind does: no adapter, quantized or sharded layer in its place, no hooks."""
-    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_hooks
-    return type(module) is kind and not hooks
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return type(module) is kind and not any(hooks)
 
 
 class Block(nn.Module):

@@ -42,7 +42,8 @@ def _fits(x: Tensor, bias: Tensor) -> bool:
         return False
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     trained = torch.is_grad_enabled() and bias.requires_grad
-    return trained and dtype in (torch.float16, torch.bfloat16)
+    half = dtype in (torch.float16, torch.bfloat16) and x.dtype != torch.float64
+    return trained and half
 
 
 def _forward(hidden: Tensor, bias: Tensor) -> Tensor:

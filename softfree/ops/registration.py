@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import _C
+from torch.autograd.function import once_differentiable
 
 LIBRARY = torch.library.Library("softfree", "FRAGMENT")
 
@@ -62,6 +63,7 @@ def _autograd_implementation(
             return output
 
         @staticmethod
+        @once_differentiable  # else a second derivative would take what ``gradient`` calls for constants
         def backward(ctx: Any, *grads: Any) -> Any:
             return None, *gradient(ctx, *grads)
 

@@ -109,3 +109,17 @@ def test_hooks_inside_the_mlp_are_called(name):
     torch.testing.assert_close(
         seen[0], hidden if name == "fc1" else F.gelu(hidden, approximate="tanh")
     )
+
+
+def test_another_gelu_in_its_place_is_used():
+    b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
+    b.mlp.act = torch.nn.GELU()
+    torch.testing.assert_close(b.mlp(x), b.mlp.fc2(F.gelu(b.mlp.fc1(x))), rtol=0, atol=1e-12)
+
+
+def test_hooks_before_the_backward_pass_of_the_mlp_are_called():
+    b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64, requires_grad=True)
+    seen = []
+    b.mlp.fc1.register_full_backward_pre_hook(lambda module, grad: seen.append(module))
+    b.mlp(x).sum().backward()
+    assert seen == [b.mlp.fc1]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import softfree
 from softfree.ops.registration import register
 
 
@@ -38,6 +39,16 @@ def test_an_operator_passes_pytorchs_own_check(operator, y):
 
 def test_gradients_are_those_of_the_formula(operator):
     torch.autograd.gradcheck(operator, inputs())
+
+
+def test_the_gradient_of_a_call_may_have_a_graph_but_no_gradient_of_its_own():
+    tokens = [torch.randn(1, 1, n, 4, requires_grad=True) for n in (12, 12, 3)]
+    out = softfree.soft_attention(*tokens, backend="torch").square().sum()
+    plain = torch.autograd.grad(out, tokens, retain_graph=True)
+    with_graph = torch.autograd.grad(out, tokens, create_graph=True)
+    assert all(map(torch.equal, with_graph, plain))
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        with_graph[0].sum().backward()
 
 
 def test_without_gradients_there_is_no_graph(operator):
