@@ -17,7 +17,7 @@ from torchvision.utils import draw_segmentation_masks
 
 from softfree.data.coco import decode_mask, encode_mask
 from softfree.training.classification import Normalize
-from softfree.training.detection import load_detector, to_unit_range
+from softfree.training.detection import detect, load_detector
 from softfree.training.segmentation import load_segmenter, predict_classes
 
 # A detection below this is not shown.
@@ -39,14 +39,17 @@ class ObjectDetector:
         self.class_names = ["background", *metadata["class_names"]]
         self.topk = topk
         if img_size is not None:
-            self.model.transform.min_size = (img_size,)  # type: ignore[union-attr]
+            # The longest side that the model sees grows with the shortest, or it would hold it down.
+            arguments, transform = metadata["arguments"], self.model.transform
+            transform.min_size = (img_size,)  # type: ignore[union-attr]
+            transform.max_size = round(img_size * arguments["max_size"] / arguments["min_size"])  # type: ignore[union-attr]
 
     def prepare(self, picture: Image.Image) -> Tensor:
         return pil_to_tensor(picture)
 
     def predict(self, inputs: list[Tensor]) -> list[dict[str, Any]]:
         with torch.inference_mode():
-            detections = self.model(to_unit_range([image.to(self.device) for image in inputs]))
+            detections = detect(self.model, [image.to(self.device) for image in inputs])
         return [self._result(found) for found in detections]
 
     def _result(self, found: dict[str, Tensor]) -> dict[str, Any]:

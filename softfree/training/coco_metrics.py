@@ -105,9 +105,13 @@ class CocoMetrics:
 
 
 def _copy(annotations: Annotations) -> dict[str, Any]:
-    # The packages write into the entries they are given.
+    # The packages write into the entries they are given. They take an object of id 0 for none, and of those
+    # with the same id the last: ids are given anew.
     return {
         "images": [dict(image) for image in annotations["images"]],
-        "annotations": [dict(annotation) for annotation in annotations["annotations"]],
+        "annotations": [
+            {**annotation, "id": number}
+            for number, annotation in enumerate(annotations["annotations"], start=1)
+        ],
         "categories": [dict(category) for category in annotations["categories"]],
     }

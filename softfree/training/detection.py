@@ -166,6 +166,14 @@ class Detection(Task):
         self.settings = settings
         given = settings.data
         check_model_name(settings.backbone.model)
+        for flag, sides in (
+            ("--short-sides", given.short_sides),
+            ("--short-side", (given.short_side,)),
+            ("--max-size", (given.max_size,)),
+        ):
+            if not sides or min(sides) < 1:
+                listed = ", ".join(map(str, sides)) or "none"
+                raise ValueError(f"{flag} must be at least 1, got {listed}")
         self.masks = settings.detector.detector == "mask-rcnn"
         self.metric = "mask_AP" if self.masks else "box_AP"
         if data is None:
@@ -249,9 +257,25 @@ def evaluate_detector(
     metrics = CocoMetrics(data.annotations, data.category_ids, masks=masks)
     for batch in batches:
         if batch.images:
-            detections = model(to_unit_range(batch.images))
+            detections = detect(model, batch.images)
             metrics.update([target["image_id"] for target in batch.targets], detections)
     return metrics.compute(processes)
+
+
+def detect(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """What the detector finds in 8-bit pictures (3, H, W); those of one size go through it together.
+
+    Pictures of a batch are padded to the largest, and attention over the whole map sees the padding: what is
+    found in one would depend on the sizes of the others.
+    """
+    places: dict[torch.Size, list[int]] = {}
+    for place, image in enumerate(images):
+        places.setdefault(image.shape, []).append(place)
+    found: dict[int, dict[str, Tensor]] = {}
+    for group in places.values():
+        detections = model(to_unit_range([images[place] for place in group]))
+        found.update(zip(group, detections, strict=True))
+    return [found[place] for place in range(len(images))]
 
 
 def to_unit_range(images: Sequence[Tensor]) -> list[Tensor]:

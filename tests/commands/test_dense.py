@@ -14,7 +14,7 @@ pytest.importorskip("torchmetrics")
 
 import softfree.data.detection
 import softfree.data.segmentation
-from softfree.commands import check_data, predict, train, validate
+from softfree.commands import _predict_dense, check_data, predict, train, validate
 from softfree.data.shapes import draw_shapes
 
 FAST = [
@@ -67,6 +67,11 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
         assert ("mask" in entry) == (detector == "mask-rcnn")
     [path] = drawn.iterdir()
     assert min(Image.open(path).size) >= 384
+
+    # Beyond the longest side of the training, too.
+    told = _predict_dense.ObjectDetector(out / "best", torch.device("cpu"), 320, 5)
+    seen, _ = told.model.transform([torch.zeros(3, 96, 96)])
+    assert seen.image_sizes == [(320, 320)]
 
 
 def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):

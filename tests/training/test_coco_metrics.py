@@ -57,6 +57,22 @@ def test_the_truth_scores_100():
     assert {"box_AP50", "box_AP75", "box_APS", "box_APM", "mask_AP50"} <= scores.keys()
 
 
+@pytest.mark.parametrize("ids", ["from 0", "the same", "none"])
+def test_the_truth_scores_100_whatever_the_ids_of_its_annotations(ids):
+    new = {"from 0": lambda i: {"id": i}, "the same": lambda i: {"id": 5}, "none": lambda i: {}}
+    truth = {
+        **TRUTH,
+        "annotations": [
+            {key: value for key, value in a.items() if key != "id"} | new[ids](i)
+            for i, a in enumerate(TRUTH["annotations"])
+        ],
+    }
+    metrics = CocoMetrics(truth, CATEGORIES, masks=True)
+    metrics.update(range(12), [truth_of(i) for i in range(12)])
+    scores = metrics.compute(ALONE)
+    assert scores["box_AP"] == scores["mask_AP"] == pytest.approx(100)
+
+
 def test_both_packages_give_the_same_figures():
     pytest.importorskip("pycocotools")
     detections = {i: noisy(i) for i in range(12)}

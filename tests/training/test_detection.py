@@ -13,6 +13,7 @@ from softfree.training.detection import (
     RECIPES,
     Detection,
     DetectionSettings,
+    detect,
     load_detector,
     recipe,
     train_detection,
@@ -87,6 +88,22 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path, detecto
     )
 
 
+@pytest.mark.parametrize("detector", ["retinanet", "mask-rcnn"])
+def test_what_is_found_in_a_picture_does_not_depend_on_the_others_of_its_batch(tmp_path, detector):
+    torch.manual_seed(0)
+    model = Detection(tiny(tmp_path, detector), shapes(detector)).build_model().eval()
+    model.score_thresh = 0.0  # of RetinaNet, which is sure of nothing yet
+    sizes = [(64, 90), (80, 64), (64, 90), (100, 100)]
+    pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
+    with torch.no_grad():
+        together = detect(model, pictures)
+        alone = [detect(model, [picture])[0] for picture in pictures]
+    for a, b in zip(together, alone, strict=True):
+        assert a["scores"].numel() > 0
+        torch.testing.assert_close(a["scores"], b["scores"])
+        torch.testing.assert_close(a["boxes"], b["boxes"], atol=1e-3, rtol=1e-4)
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     settings = tiny(tmp_path)
     # The rate of a step must not depend on the length of the run.
@@ -150,6 +167,19 @@ def test_an_unknown_model_is_refused_before_anything_is_read(tmp_path):
     settings = override(tiny(tmp_path), {"backbone": dict(model="softpp_tinny")})
     with pytest.raises(ValueError, match="did you mean 'softpp_tiny'"):
         train_detection(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(short_sides=()), "--short-sides must be at least 1, got none"),
+        (dict(short_side=0), "--short-side must be at least 1, got 0"),
+        (dict(max_size=-1), "--max-size must be at least 1, got -1"),
+    ],
+)
+def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        Detection(override(tiny(tmp_path), {"data": given}), shapes())
 
 
 def test_a_checkpoint_of_another_task_is_refused(tmp_path):
