@@ -7,8 +7,13 @@ from typing import Literal
 from rich.console import Console
 
 from softfree.commands._benchmark_common import check_positive
-from softfree.training.checkpoint import SETTINGS, locate
-from softfree.training.longrange import LongRangeSettings, load_data, score_checkpoint
+from softfree.training.checkpoint import SETTINGS, locate, read_metadata
+from softfree.training.longrange import (
+    LongRangeSettings,
+    check_checkpoint,
+    load_data,
+    score_checkpoint,
+)
 from softfree.training.settings import read_settings
 
 
@@ -34,6 +39,7 @@ def longrange(
     """
     check_positive("--batch-size", batch_size)
     folder = locate(checkpoint)
+    check_checkpoint(checkpoint, read_metadata(folder))
     settings = read_settings(LongRangeSettings, folder / SETTINGS).data
     if data_dir is not None:
         settings = dataclasses.replace(settings, data_dir=data_dir)

@@ -198,6 +198,8 @@ def is_trained(settings: LongRangeSettings) -> bool:
         for name in value
         if name != "data_dir" and wanted[part].get(name) != value[name]
     ]
+    if found["run"]["seed"] != settings.run.seed:
+        different.append(f"--seed {found['run']['seed']}")
     if different:
         raise ValueError(
             f"{folder} was trained with {', '.join(different)}; give the same, or another --output"

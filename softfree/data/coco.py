@@ -56,15 +56,25 @@ def read_annotations(path: Path) -> Annotations:
     if lacking:
         raise ValueError(f"{path} is no COCO file: it has no {', '.join(map(repr, lacking))}")
     for section, fields in FIELDS.items():
+        if not isinstance(content[section], list):
+            raise ValueError(f"{path} is no COCO file: {section!r} is no list")
         for number, entry in enumerate(content[section], 1):
-            absent = [field for field in fields if field not in entry]
+            absent = [f for f in fields if not isinstance(entry, dict) or f not in entry]
             if absent:
                 raise ValueError(
                     f"{path}: entry {number} of {section!r} has no {', '.join(map(repr, absent))}"
                 )
+    for number, image in enumerate(content["images"], 1):
+        size = (image["width"], image["height"])
+        if not all(isinstance(side, int | float) and side > 0 for side in size):
+            raise ValueError(
+                f"{path}: entry {number} of 'images' must have a width and a height in pixels, got "
+                f"{size[0]!r} and {size[1]!r}"
+            )
     for annotation in content["annotations"]:
         annotation.setdefault("iscrowd", 0)
-        if "area" not in annotation and len(annotation.get("bbox", ())) == 4:
+        # Without a usable box the annotation is refused later.
+        if "area" not in annotation and _is_box(annotation.get("bbox")):
             annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
     return content
 
@@ -84,7 +94,7 @@ def bad_annotations(annotations: Annotations, masks: bool) -> Iterator[tuple[dic
         elif annotation["category_id"] not in categories:
             yield annotation, f"there is no category {annotation['category_id']}"
         else:
-            reason = _bad_box(annotation.get("bbox", ()), image)
+            reason = _bad_box(annotation.get("bbox"), image)
             if reason is None and masks:
                 reason = _bad_mask(annotation.get("segmentation"), image)
             if reason is not None:
@@ -101,11 +111,12 @@ def check_annotations(
         masks: check masks too.
         skip_bad: leave out the bad ones instead of raising (``--skip-bad-annotations``).
     """
-    ids = [image["id"] for image in annotations["images"]]
-    if len(set(ids)) < len(ids):
-        raise ValueError(f"{source} has several images of the same id")
-    if not ids:
-        raise ValueError(f"{source} has no images")
+    for section in ("images", "categories"):
+        ids = [entry["id"] for entry in annotations[section]]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"{source} has several {section} of the same id")
+        if not ids:
+            raise ValueError(f"{source} has no {section}")
     bad = list(bad_annotations(annotations, masks))
     if bad and not skip_bad:
         reasons = [f"annotation {a.get('id', '?')}: {reason}" for a, reason in bad]
@@ -165,8 +176,16 @@ def shape_annotations(count: int, *, split: str, seed: int = 0, side: int = SIDE
     return dict(images=images, annotations=annotations, categories=categories)
 
 
+def _is_box(box: Any) -> bool:
+    return isinstance(box, list) and len(box) == 4 and _are_numbers(box)
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
 def _bad_box(box: Any, image: dict[str, Any]) -> str | None:
-    if len(box) != 4 or not all(isinstance(number, int | float) for number in box):
+    if not _is_box(box):
         return f"box {box} is not [x, y, width, height]"
     left, top, width, height = box
     if not (width > 0 and height > 0):
@@ -184,14 +203,21 @@ def _bad_box(box: Any, image: dict[str, Any]) -> str | None:
 
 def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
     if not segmentation:
-        return "no mask"
+        return "no mask, which only Mask R-CNN needs,"
     if isinstance(segmentation, list):
+        if not all(isinstance(polygon, list) and _are_numbers(polygon) for polygon in segmentation):
+            return "a polygon that is not [x, y, x, y, ...]"
         if any(len(polygon) < 6 or len(polygon) % 2 for polygon in segmentation):
             return "a polygon of fewer than 3 points"
         return None
+    if not isinstance(segmentation, dict):
+        return "a mask that is neither polygons nor a run-length code"
     if not {"size", "counts"} <= segmentation.keys():
         return "a run-length code without 'size' or 'counts'"
-    if list(segmentation["size"]) != [image["height"], image["width"]]:
-        height, width = segmentation["size"]
+    height, width = segmentation["size"]
+    if (height, width) != (image["height"], image["width"]):
         return f"a mask of {width} x {height} for an image of {image['width']} x {image['height']} pixels"
+    counts = segmentation["counts"]
+    if isinstance(counts, list) and not (_are_numbers(counts) and sum(counts) == height * width):
+        return f"a run-length code that does not add up to {width} x {height} pixels"
     return None

@@ -17,6 +17,7 @@ import gzip
 import json
 import lzma
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,7 +260,7 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
 
     def documents() -> Iterator[tuple[bytes, int]]:
         with _open_packed(path) as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(_lines(file, path), 1):
                 try:
                     row = json.loads(line)
                     text, label = row["text"].encode(), int(row["label"])
@@ -276,6 +277,13 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
 def _open_packed(path: Path) -> IO[bytes]:
     opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(path.suffix, open)
     return opener(path, "rb")
+
+
+def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"--data-dir: {path} can't be read: {error}") from error
 
 
 def _pack(task: LongRangeTask, documents: Iterable[tuple[bytes, int]]) -> PackedSequences:
@@ -395,8 +403,7 @@ Pictures = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 def _read_grids(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
     """Pictures as tiles of large pictures, row by row; labels.npz has their classes in this order."""
-    with np.load(root / "labels.npz", allow_pickle=False) as stored:
-        labels = {split: stored[split].astype(np.uint8) for split in ("train", "test")}
+    labels = _read_labels(root / "labels.npz")
     parts = []
     for split in ("train", "test"):
         paths = sorted(
@@ -413,6 +420,24 @@ def _read_grids(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
             )
         parts.append((pixels, labels[split]))
     return parts[0], parts[1], CIFAR10
+
+
+def _read_labels(path: Path) -> dict[str, NDArray[np.uint8]]:
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            found = {split: stored[split] for split in ("train", "test")}
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"--data-dir: {path} must be an npz file with arrays 'train' and 'test': {error}"
+        ) from error
+    for split, labels in found.items():
+        # In 8 bits a label beyond the classes could become another one.
+        beyond = np.setdiff1d(labels, range(len(CIFAR10)))
+        if len(beyond):
+            raise ValueError(
+                f"--data-dir: {path}, {split}: labels must be 0 to {len(CIFAR10) - 1}, got {beyond[0]}"
+            )
+    return {split: labels.astype(np.uint8) for split, labels in found.items()}
 
 
 def _tiles(path: Path) -> NDArray[np.uint8]:
@@ -479,7 +504,7 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
         raise FileNotFoundError(f"--data-dir {root} must be {task.needs}")
     paths, labels = [], []
     for listing in sorted((folder / "metadata").glob("*.npy")):
-        for number, line in enumerate(listing.read_text().splitlines(), 1):
+        for number, line in enumerate(listing.read_text(errors="replace").splitlines(), 1):
             words = line.split()
             if len(words) < 4 or not words[3].isdecimal():
                 raise ValueError(
@@ -487,6 +512,10 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
                 )
             _check_label(int(words[3]), task, f"{listing}, line {number}")
             picture = folder / words[0] / words[1]
+            if not picture.is_file():
+                raise FileNotFoundError(
+                    f"--data-dir: {picture} is missing, named in {listing}, line {number}"
+                )
             # The released set has empty files; others leave them out, too.
             if picture.stat().st_size:
                 paths.append(str(picture))

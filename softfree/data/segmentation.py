@@ -349,6 +349,8 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
     if not names_file.is_file():
         raise FileNotFoundError(f"{names_file} is missing: one class name a line, class 0 first")
     names = tuple(line.strip() for line in names_file.read_text().splitlines() if line.strip())
+    if not 0 < len(names) <= IGNORE:
+        raise ValueError(f"{names_file} must name 1 to {IGNORE} classes, it has {len(names)}")
     classes = np.arange(256, dtype=np.uint8)
     classes[ignore_label] = IGNORE
     pairs = _pairs(_folder(root / "images", split), _folder(root / "masks", split))

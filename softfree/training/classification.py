@@ -342,7 +342,8 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> 
 
     The host starts each of them, forward and backward, and small models wait for the host.
     """
-    log_probabilities = logits.log_softmax(1)
+    # Said here, since autocast asks for it on GPUs alone.
+    log_probabilities = logits.log_softmax(1, dtype=torch.float32)
     count, classes = logits.shape
     each = smoothing / classes
     weights = torch.full_like(log_probabilities, -each / count)
@@ -505,8 +506,10 @@ def check_model_name(name: str) -> None:
         raise ValueError(f"--model: timm knows no model {name!r}; {advice}")
 
 
-def parse_model_kwargs(words: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a model as the user types them.
+def parse_model_kwargs(
+    words: Sequence[str], option: str = "--model-kwargs", example: str = "depths=1,1,2,1"
+) -> dict[str, Any]:
+    """Arguments of a model as the user types them; the option they belong to is for the message.
 
     Example:
         >>> parse_model_kwargs(["depths=1,1,2,1", "landmarks=conv:49", "mlp_ratio=2.0"])
@@ -516,7 +519,7 @@ def parse_model_kwargs(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"--model-kwargs must look like depths=1,1,2,1, got {word!r}")
+            raise ValueError(f"{option} must look like {example}, got {word!r}")
         try:
             arguments[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):

@@ -276,7 +276,9 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
         )
     return {
         **dataclasses.asdict(settings),
-        "attention_options": parse_model_kwargs(settings.attention_options),
+        "attention_options": parse_model_kwargs(
+            settings.attention_options, "--attention-options", "stride=32"
+        ),
         "vocab_size": task.vocab_size,
         "length": task.length,
         "num_classes": task.num_classes,
@@ -306,15 +308,20 @@ def evaluate_sequences(
     return {"accuracy": 100 * hit / count, "loss": loss_sum / count, "samples": int(count)}
 
 
+def check_checkpoint(path: str | Path, metadata: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another task."""
+    if metadata.get("task") != LongRange.name:
+        raise ValueError(
+            f"{path} is a checkpoint of {metadata.get('task')}, not of {LongRange.name}"
+        )
+
+
 def load_sequence_model(
     path: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[SequenceClassifier, dict[str, Any]]:
     """The model of a checkpoint folder, ready to use, and its metadata."""
     saved = checkpoint.read_checkpoint(path)
-    if saved.metadata.get("task") != LongRange.name:
-        raise ValueError(
-            f"{path} is a checkpoint of {saved.metadata.get('task')}, not of {LongRange.name}"
-        )
+    check_checkpoint(path, saved.metadata)
     model = build(saved.metadata["model_kwargs"])
     checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), "the sequence encoder")
     model.load_state_dict(saved.weights)

@@ -150,6 +150,16 @@ class Segmentation(Task):
         self.settings = settings
         given = settings.data
         check_model_name(settings.backbone.model)
+        for flag, value, least in (
+            ("--crop", given.crop, 1),
+            ("--short-side", given.short_side, 0),
+            ("--window", given.window, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{flag} must be at least {least}, got {value}")
+        low, high = given.scales
+        if not 0 < low <= high:
+            raise ValueError(f"--scales must be above 0 and in order, got {low:g} {high:g}")
         if data is None:
             data = load_segmentation(
                 given.data_dir, ignore_label=given.ignore_label, check=given.check_data

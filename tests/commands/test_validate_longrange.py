@@ -39,3 +39,11 @@ def test_a_folder_without_a_checkpoint_is_named(output, tmp_path):
         longrange(output, device="cpu")
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         longrange(tmp_path / "none", device="cpu")
+
+
+def test_a_checkpoint_of_another_task_is_named(tmp_path):
+    (tmp_path / "metadata.json").write_text('{"task": "detection"}')
+    (tmp_path / "settings.json").write_text('{"detector": {}}')
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="is a checkpoint of detection, not of longrange"):
+        longrange(tmp_path, device="cpu")

@@ -57,6 +57,14 @@ def test_good_annotations_pass():
             "a mask of 10 x 20 for an image of 20 x 10 pixels",
         ),
         (dict(segmentation=dict(counts=[200])), "a run-length code without"),
+        (
+            dict(segmentation=dict(size=[10, 20], counts=[3, 5])),
+            "does not add up to 20 x 10 pixels",
+        ),
+        (dict(segmentation=[2, 3, 7, 3, 7, 7]), "a polygon that is not"),
+        (dict(segmentation=[[2, 3, 7, 3, 7, "7"]]), "a polygon that is not"),
+        (dict(segmentation="mask.png"), "neither polygons nor a run-length code"),
+        (dict(bbox=None), "box None is not"),
     ],
 )
 def test_a_bad_annotation_is_named_with_its_reason_or_left_out(changes, message):
@@ -81,6 +89,15 @@ def test_two_images_of_one_id_are_refused():
         check_annotations(annotations, "file")
 
 
+@pytest.mark.parametrize(
+    ("categories", "message"),
+    [(GOOD["categories"] * 2, "several categories of the same id"), ([], "has no categories")],
+)
+def test_categories_without_or_of_the_same_id_are_refused(categories, message):
+    with pytest.raises(ValueError, match=message):
+        check_annotations({**GOOD, "categories": categories}, "file")
+
+
 def test_area_and_crowd_are_filled_in(tmp_path):
     annotations = copy.deepcopy(GOOD)
     del annotations["annotations"][0]["area"], annotations["annotations"][0]["iscrowd"]
@@ -99,6 +116,13 @@ def test_area_and_crowd_are_filled_in(tmp_path):
         (
             '{"images": [{"id": 1, "file_name": "a"}], "annotations": [], "categories": []}',
             "entry 1 of 'images' has no 'width', 'height'",
+        ),
+        ('{"images": null, "annotations": [], "categories": []}', "'images' is no list"),
+        ('{"images": [3], "annotations": [], "categories": []}', "entry 1 of 'images' has no 'id'"),
+        (
+            '{"images": [{"id": 1, "file_name": "a", "width": "20", "height": 9}], "annotations": [], '
+            '"categories": []}',
+            "must have a width and a height in pixels, got '20' and 9",
         ),
     ],
 )

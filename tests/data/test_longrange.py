@@ -70,6 +70,12 @@ def test_a_bad_json_line_is_named(tmp_path, line):
         load_longrange("text", tmp_path)
 
 
+def test_a_packed_file_that_is_none_is_named(tmp_path):
+    (tmp_path / "train.jsonl.gz").write_text('{"text": "a", "label": 0}')
+    with pytest.raises(ValueError, match=r"train.jsonl.gz can't be read: Not a gzipped file"):
+        load_longrange("text", tmp_path)
+
+
 def write_pairs(root, pairs, ending=b"\n"):
     rows = [b"\t".join([label, b"P00-1", b"P00-2", a, b]) for label, a, b in pairs]
     for split in ("train", "eval", "test"):
@@ -154,6 +160,27 @@ def test_grids_that_do_not_fit_their_labels_are_refused(cifar):
         load_longrange("image", grids)
 
 
+@pytest.mark.parametrize("beyond", [10, -1, 256])
+def test_a_label_beyond_the_classes_of_the_grids_is_named(cifar, beyond):
+    grids, _, _ = cifar
+    np.savez(grids / "labels.npz", train=np.full(20, beyond), test=np.arange(10))
+    with pytest.raises(
+        ValueError, match=rf"labels.npz, train: labels must be 0 to 9, got {beyond}"
+    ):
+        load_longrange("image", grids)
+
+
+def test_labels_that_are_no_npz_file_or_lack_a_split_are_named(cifar):
+    grids, _, _ = cifar
+    np.savez(grids / "labels.npz", train=np.arange(20) % 10)
+    with pytest.raises(ValueError, match=r"labels.npz must be an npz file .*: 'test is not"):
+        load_longrange("image", grids)
+    for content in (b"no npz", b"PK\x03\x04 cut off"):
+        (grids / "labels.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"labels.npz must be an npz file"):
+            load_longrange("image", grids)
+
+
 def test_a_picture_of_another_size_is_named(cifar):
     _, folders, _ = cifar
     Image.new("RGB", (33, 32)).save(folders / "train" / "dog" / "odd.png")
@@ -192,6 +219,19 @@ def test_pathfinder_reads_pictures_by_its_metadata_and_leaves_out_empty_files(tm
             assert tokens.shape == (1024,)
             seen[int(tokens[0]) - 1] = label
     assert seen == {number: number % 2 for number in range(20)}
+
+
+def test_a_bad_listing_of_pathfinder_is_named(tmp_path):
+    listing = tmp_path / "metadata" / "0.npy"
+    listing.parent.mkdir()
+    listing.write_text("imgs/0 sample_0.png 0 1\n")
+    with pytest.raises(
+        FileNotFoundError, match=r"sample_0.png is missing, named in .*0.npy, line 1"
+    ):
+        load_longrange("pathfinder", tmp_path)
+    np.save(listing, np.zeros(3))
+    with pytest.raises(ValueError, match=r"0.npy, line 1 is not folder, file, number, label"):
+        load_longrange("pathfinder", tmp_path)
 
 
 def test_listops_is_made_in_the_folder_given_and_needs_no_other(tmp_path, monkeypatch):

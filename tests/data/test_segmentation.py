@@ -63,6 +63,13 @@ def test_a_colour_picture_is_no_class_map(tmp_path):
         load_segmentation(str(root))
 
 
+@pytest.mark.parametrize("count", [0, 256])
+def test_no_classes_and_more_than_bytes_can_tell_are_refused(tmp_path, count):
+    (folders(tmp_path) / "classes.txt").write_text("name\n" * count)
+    with pytest.raises(ValueError, match=f"classes.txt must name 1 to 255 classes, it has {count}"):
+        load_segmentation(str(tmp_path))
+
+
 def test_missing_class_maps_are_named(tmp_path):
     root = folders(tmp_path)
     (root / "masks" / "train" / "a.png").unlink()

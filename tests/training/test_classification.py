@@ -111,6 +111,13 @@ def test_smoothed_cross_entropy_is_that_of_torch(smoothing):
     torch.testing.assert_close(*gradients)
 
 
+def test_smoothed_cross_entropy_of_half_precision_is_computed_in_float32():
+    logits, labels = torch.randn(64, 100).bfloat16(), torch.randint(100, (64,))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = smoothed_cross_entropy(logits, labels, 0.1)
+    torch.testing.assert_close(ours, F.cross_entropy(logits.float(), labels, label_smoothing=0.1))
+
+
 def test_mixed_labels_are_smoothed_once(monkeypatch):
     images, labels = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8), torch.arange(4)
     logits = torch.randn(4, 10)

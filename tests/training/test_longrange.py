@@ -160,7 +160,7 @@ def test_pairs_train(tmp_path):
         (["--attention", "linear"], "--attention must be one of soft, softpp"),
         (["--pooling", "max"], "--pooling must be one of mean, cls, got 'max'"),
         (["--attention-options", "strides=3"], "--attention-options: attention has no option 'strides'"),
-        (["--attention-options", "stride"], "must look like"),
+        (["--attention-options", "stride"], "--attention-options must look like stride=32, got 'stride'"),
         (["--listops-train", "0"], "--listops-train must be at least 1"),
     ],
 )  # fmt: skip

@@ -72,6 +72,20 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path):
     assert scores == pytest.approx({name: outcome.scores[name] for name in ("mIoU", "accuracy")})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(crop=0), "--crop must be at least 1, got 0"),
+        (dict(short_side=-1), "--short-side must be at least 0, got -1"),
+        (dict(window=-3), "--window must be at least 0, got -3"),
+        (dict(scales=(2.0, 1.0)), "--scales must be above 0 and in order, got 2 1"),
+    ],
+)
+def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        Segmentation(override(tiny(tmp_path), {"data": given}), shapes())
+
+
 def test_a_few_steps_on_one_batch_lower_the_loss(tmp_path):
     task = Segmentation(tiny(tmp_path), shapes(2))
     model = task.build_model().train()
