@@ -20,8 +20,6 @@ from softfree.training.classification import Normalize
 from softfree.training.detection import detect, load_detector
 from softfree.training.segmentation import load_segmenter, predict_classes
 
-# A detection below this is not shown.
-LEAST_SCORE = 0.5
 MASK_THRESHOLD = 0.5
 OPACITY = 0.55
 LEAST_SIDE = 480  # of a drawing
@@ -33,8 +31,16 @@ class ObjectDetector:
 
     titles: Sequence[str] = ("objects", "most certain")
 
-    def __init__(self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int):
+    def __init__(
+        self,
+        checkpoint: Path,
+        device: torch.device,
+        img_size: int | None,
+        topk: int,
+        min_score: float = 0.5,
+    ):
         self.model, metadata = load_detector(checkpoint, device)
+        self.min_score = min_score
         self.device = device
         self.class_names = ["background", *metadata["class_names"]]
         self.topk = topk
@@ -53,7 +59,7 @@ class ObjectDetector:
         return [self._result(found) for found in detections]
 
     def _result(self, found: dict[str, Tensor]) -> dict[str, Any]:
-        sure = (found["scores"] >= LEAST_SCORE) & (found["labels"] > 0)
+        sure = (found["scores"] >= self.min_score) & (found["labels"] > 0)
         objects: list[dict[str, Any]] = [
             {"label": self.class_names[label], "score": score, "box": box}
             for label, score, box in zip(

@@ -122,6 +122,7 @@ def predict(
     checkpoint: Path | None = None,
     onnx: Path | None = None,
     topk: int = 5,
+    min_score: float | None = None,
     output: Path | None = None,
     draw: Annotated[Path | None, tyro.conf.arg(aliases=["--out"])] = None,
     img_size: int | None = None,
@@ -129,7 +130,7 @@ def predict(
     device: str = "auto",
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Print the likeliest classes of each picture.
+    """Print what the model sees in each picture: its likeliest classes, the objects in it, or the classes of its area.
 
     A file that can't be read is named and counted. The exit code is 1 only if none could be read.
 
@@ -137,10 +138,12 @@ def predict(
         pictures: files, folders (with their subfolders) or patterns like 'photos/*.png'.
         checkpoint: folder that `softfree train` wrote, such as OUT/best.
         onnx: or a classifier that `softfree export` wrote; it runs on the CPU.
-        topk: how many classes to give of each picture.
+        topk: how many classes (of a detector: of the most certain objects) to list of each picture.
+        min_score: of a detector: leave out objects that it is less certain of; otherwise 0.5.
         output: also write the results to this file, one JSON object a line.
-        draw: also write each picture with its classes into this folder.
-        img_size: side of the square the model sees; otherwise that of the training.
+        draw: also write each picture with what was seen in it into this folder.
+        img_size: side of the square that a classifier sees, the shorter side for the others; otherwise that of the
+            training.
         batch_size: pictures at a time.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         as_json: print JSON lines and no table, for programs.
@@ -156,9 +159,16 @@ def predict(
     paths = find_pictures(pictures)
     if task not in known:
         raise ValueError(f"{source} is of the task {task!r}; predict knows {', '.join(known)} here")
+    options = {}
+    if min_score is not None:
+        if task != "detection":
+            raise ValueError(f"--min-score is for detectors; {source} is of the task {task!r}")
+        if not 0 <= min_score <= 1:
+            raise ValueError(f"--min-score must be from 0 to 1, got {min_score:g}")
+        options["min_score"] = min_score
     module, kind = PREDICTORS[task]
     create: Callable[..., Predictor] = getattr(importlib.import_module(module), kind)
-    predictor = create(source, where, img_size, topk)
+    predictor = create(source, where, img_size, topk, **options)
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)

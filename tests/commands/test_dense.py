@@ -40,7 +40,7 @@ def picture(tmp_path):
 
 
 @pytest.mark.parametrize("detector", ["retinanet", "mask-rcnn"])
-def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detector, monkeypatch):
+def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detector):
     out = tmp_path / "out"
     more = ["--detector", detector, "--proposals", "16"]
     assert train.main(["detection", "--output", str(out), *FAST, *more]) == 0
@@ -56,10 +56,9 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     assert {"AP", "AP50", "AP75", "APS", "APM", "APL"} <= rows[0].keys()
     assert "AP50" in capsys.readouterr().out
 
-    # So that a detector after two steps has something to show.
-    monkeypatch.setattr("softfree.commands._predict_dense.LEAST_SCORE", 0.0)
-    drawn = tmp_path / "drawn"
-    assert predict.main([str(picture), *best, "--draw", str(drawn), "--json"]) == 0
+    # So that a detector after two steps may have something to show.
+    drawn, any_score = tmp_path / "drawn", ["--min-score", "0"]
+    assert predict.main([str(picture), *best, "--draw", str(drawn), "--json", *any_score]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[0])
     for entry in result["objects"]:
         assert entry["label"] in ("circle", "square", "triangle", "star", "cross")
@@ -67,6 +66,11 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
         assert ("mask" in entry) == (detector == "mask-rcnn")
     [path] = drawn.iterdir()
     assert min(Image.open(path).size) >= 384
+
+    assert predict.main([str(picture), *best, "--json", "--min-score", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["objects"] == []
+    with pytest.raises(ValueError, match="--min-score must be from 0 to 1, got 7"):
+        predict.main([str(picture), *best, "--min-score", "7"])
 
     # Beyond the longest side of the training, too.
     told = _predict_dense.ObjectDetector(out / "best", torch.device("cpu"), 320, 5)
@@ -86,6 +90,8 @@ def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
     assert predict.main([str(picture), *best, "--draw", str(drawn), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[0])
     assert sum(entry["share"] for entry in result["classes"]) == pytest.approx(1)
+    with pytest.raises(ValueError, match="--min-score is for detectors"):
+        predict.main([str(picture), *best, "--min-score", "0.3"])
     [path] = drawn.iterdir()
     width, height = Image.open(path).size
     # The list of classes stands beside the picture.
