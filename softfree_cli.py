@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 # Command and summary; the command's code is ``main(argv)`` in softfree/commands/<command>.py, with ``_``
 # for ``-``.
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _load(name, own_process=argv is None)
         code = command.main(rest) or 0
         sys.stdout.flush()
+        if argv is None and "RANK" in os.environ:
+            leave(code)
         return code
     except KeyboardInterrupt:
         print("\nsoftfree: interrupted", file=sys.stderr)
@@ -62,6 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("SOFTFREE_TRACEBACK"):
             raise
         return _fail(str(error))
+
+
+def leave(code: int) -> NoReturn:
+    """End a process that torchrun started, now that all is written, without tearing the interpreter down.
+
+    A thread of PyTorch's gloo may still let go of a tensor. While the interpreter is torn down that ends in
+    an abort of C++, and torchrun takes a run that has succeeded for a failed one.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _load(name: str, own_process: bool) -> ModuleType:

@@ -136,3 +136,15 @@ def test_a_reader_that_leaves_early_causes_no_traceback():
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
     assert process.wait() == 141
+
+
+def test_a_process_of_torchrun_ends_at_once_with_all_it_said_and_its_exit_code():
+    program = """
+import atexit, os, sys, types, softfree_cli
+atexit.register(print, "torn down")
+softfree_cli._load = lambda name, own_process: types.SimpleNamespace(main=lambda argv: print("said") or 75)
+os.environ["RANK"], sys.argv = "1", ["softfree", "train"]
+softfree_cli.main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (75, "said\n")

@@ -25,6 +25,7 @@ from softfree.commands.train import STOPPED
 from softfree.training import distributed
 from softfree.training.engine import Outcome, Task, train
 from softfree.training.settings import OptimSettings, RunSettings
+from softfree_cli import leave
 
 SAMPLES, EVAL_SAMPLES, FEATURES, CLASSES = 50, 11, 6, 3
 
@@ -161,4 +162,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())  # as the command does under torchrun
