@@ -217,7 +217,8 @@ def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
     height, width = segmentation["size"]
     if (height, width) != (image["height"], image["width"]):
         return f"a mask of {width} x {height} for an image of {image['width']} x {image['height']} pixels"
-    counts = segmentation["counts"]
-    if isinstance(counts, list) and not (_are_numbers(counts) and sum(counts) == height * width):
-        return f"a run-length code that does not add up to {width} x {height} pixels"
+    try:
+        decode_mask(segmentation, height, width)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"a run-length code that can't be decoded ({error})"
     return None
