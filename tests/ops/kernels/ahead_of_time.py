@@ -9,6 +9,7 @@ or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d":
 It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
 """
 
+import functools
 import json
 import re
 import subprocess
@@ -75,6 +76,7 @@ def compile_instead(
     print(json.dumps(line), flush=True)
 
 
+@functools.cache
 def assembled(ptx: str) -> tuple[int, int]:
     """Registers a thread and bytes spilled, as NVIDIA's assembler (part of Triton) reports them."""
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

@@ -39,6 +39,7 @@ SMALL = {
     "landmarks in tiles, cross": Case(33, 50, 48, n_k=21, d_v=20, key_mask=True),
     "landmarks beyond the registers": Case(80, 70, 16, batch=1, landmark_mask=True),
     "more landmarks than one inverse takes": Case(150, 140, 8, batch=1, landmark_mask=True),
+    "more landmarks and steps": Case(150, 140, 8, batch=1, heads=1, iterations=31, ridge=0.1),
 }
 LARGE = {
     "stage 1": Case(3136, 49, 32),
