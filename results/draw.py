@@ -2,7 +2,8 @@
 
     python results/draw.py
 
-Writes 2026-11-15_nvidia-h200_accuracy.png: top-1 against training speed, and against the size of the test pictures.
+Writes, each with 2026-11-15_nvidia-h200_ before its name: accuracy.png, top-1 against training speed and against the
+size of the test pictures; attention_bfloat16.png, what `softfree benchmark attention --plot` draws, from its figures.
 """
 
 import csv
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from softfree.analysis.attention_cost import Cost
+from softfree.commands import _benchmark_plot
 
 RESULTS = Path(__file__).parent
 PREFIX = "2026-11-15_nvidia-h200"
@@ -89,8 +93,31 @@ def draw_sizes(axes: Axes, accuracies: list[Row]) -> None:
     axes.legend(loc="upper right", fontsize=9)
 
 
+def draw_times() -> None:
+    """Time of one attention call against tokens, as the command that measured it draws it."""
+    rows = read("attention_bfloat16")
+    costs = [
+        Cost(
+            int(row["batch_heads"]), int(row["tokens"]), int(row["dim"]), int(row["landmarks"]),
+            row["dtype"], row["attention"], row["backend"], forward_ms=float(row["forward_ms"]),
+            forward_backward_ms=float(row["forward_backward_ms"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    one = costs[0]
+    output = RESULTS / f"{PREFIX}_attention_bfloat16.png"
+    _benchmark_plot.draw(
+        output,
+        costs,
+        f"Attention, {one.dim} channels a head, {one.landmarks} landmarks, {one.dtype}\n"
+        f"{rows[0]['device']}, {rows[0]['date']}",
+    )
+    print(f"figure written to {output}")
+
+
 def main() -> None:
-    """Draw and write the picture."""
+    """Draw and write the pictures."""
+    draw_times()
     speeds = {row["attention"]: row for row in read("throughput_224")}
     # A run of the pyramid whose speed was measured has the name of its attention.
     accuracies = [row for row in read("tiny_imagenet") if row["run"] in speeds]
