@@ -2,7 +2,7 @@
 
 The result is the same: one node for ``torch.compile``, shapes by a fake implementation, a gradient. But
 ``custom_op`` looks for arguments left at their defaults at each call, in time that grows with the square
-of their number, and ours have none: for the attention that is half of a call's cost to the host.
+of their number, and ours have none: for the attention, with its many, that is much of what a call costs the host.
 """
 
 from collections.abc import Callable
