@@ -512,12 +512,14 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
                 )
             _check_label(int(words[3]), task, f"{listing}, line {number}")
             picture = folder / words[0] / words[1]
-            if not picture.is_file():
+            try:
+                size = picture.stat().st_size
+            except FileNotFoundError as error:
                 raise FileNotFoundError(
                     f"--data-dir: {picture} is missing, named in {listing}, line {number}"
-                )
+                ) from error
             # The released set has empty files; others leave them out, too.
-            if picture.stat().st_size:
+            if size:
                 paths.append(str(picture))
                 labels.append(int(words[3]))
     train, dev, test = (
