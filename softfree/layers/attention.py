@@ -8,11 +8,19 @@ context  (batch, keys, channels), attend to these instead of ``x``; ``size`` and
 An image may have tokens before its H * W: whatever exceeds them is a prefix (a class token).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softfree.layers.landmarks import Landmarks, Size, create_sampler, pooled_share
+from softfree.layers.landmarks import (
+    ConvLandmarks,
+    Landmarks,
+    Size,
+    create_sampler,
+    pooled_share,
+)
 from softfree.layers.multihead import (
     MultiHeadAttention,
     check_heads,
@@ -20,7 +28,8 @@ from softfree.layers.multihead import (
     check_tokens,
     query_projection,
 )
-from softfree.ops import soft_attention
+from softfree.layers.plain import is_plain
+from softfree.ops import image_attention, soft_attention
 from softfree.ops.attention import check_backend
 from softfree.ops.inverse import check_iteration
 from softfree.ops.value_conv import value_conv
@@ -113,7 +122,10 @@ class SoftAttention(nn.Module):
         source = x if context is None else context
         check_tokens(x, source, mask, self.qv.in_features)
         check_size(size, source.shape[1], self.sequence)
-        q, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
+        qv = self.qv(source)
+        if context is None and mask is None and size is not None and self._is_one_operator(qv):
+            return self.proj(self._attend_at_once(qv, size))
+        q, v = qv.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
         keys, values = q.transpose(1, 2), v.transpose(1, 2)
         landmarks, landmark_mask = sampled = self.sampler(keys, size, mask)
         queries = keys
@@ -140,6 +152,39 @@ class SoftAttention(nn.Module):
         if self.value_conv is not None and context is None:
             out = self.value_conv(v.flatten(2), size, mask, out)
         return self.proj(out)
+
+    def _is_one_operator(self, qv: Tensor) -> bool:
+        """Whether everything between the projections is :func:`softfree.ops.image_attention`."""
+        sampler: Any = self.sampler
+        conv = self.value_conv
+        return (
+            conv is not None
+            and self.backend in ("auto", "triton")
+            and image_attention.fits(qv, conv.weight)
+            and is_plain(conv, ValueConv)
+            and is_plain(sampler, ConvLandmarks)
+            and sampler.count is None
+            and is_plain(sampler.norm, nn.LayerNorm)
+        )
+
+    def _attend_at_once(self, qv: Tensor, size: tuple[int, int]) -> Tensor:
+        sampler: Any = self.sampler
+        conv: Any = self.value_conv
+        _, grid, window = sampler.layout(qv.shape[1], size)
+        return image_attention.image_attention(
+            qv,
+            sampler.weight.view(self.head_dim, self.head_dim, *window),
+            sampler.norm.weight,
+            sampler.norm.bias,
+            conv.weight,
+            grid,
+            size,
+            eps=sampler.norm.eps,
+            normalize=self.normalize,
+            iterations=self.iterations,
+            start=self.start,
+            ridge=self.ridge,
+        )
 
 
 class ValueConv(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention
 from softfree.layers.landmarks import Size
+from softfree.layers.plain import is_plain
 from softfree.ops.gelu import linear_gelu
 
 
@@ -17,22 +18,11 @@ class TanhMlp(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         fc1: Any = self.fc1
         act: Any = self.act
-        has_tanh = _is_plain(act, nn.GELU) and act.approximate == "tanh"
-        if not (has_tanh and _is_plain(fc1, nn.Linear)):
+        has_tanh = is_plain(act, nn.GELU) and act.approximate == "tanh"
+        if not (has_tanh and is_plain(fc1, nn.Linear)):
             return super().forward(x)
         x = self.drop1(linear_gelu(x, fc1.weight, fc1.bias))
         return self.drop2(self.fc2(x))
-
-
-def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module does what its kind does: no adapter, quantized or sharded layer in its place, no hooks."""
-    hooks = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
-    return type(module) is kind and not any(hooks)
 
 
 class Block(nn.Module):

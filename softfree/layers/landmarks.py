@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.ops.inverse import compute_dtype
+from softfree.ops.landmark_norm import landmark_norm
 from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
 
 Size = tuple[int, int] | None
@@ -223,7 +223,8 @@ class ConvLandmarks(_WindowLandmarks):
         if mask is not None:
             q = torch.where(mask[:, None, :, None], q, 0)
         landmarks = window_product(q, self.weight.view(out, channels, *window), grid)
-        return F.gelu(self.norm(landmarks * self.scale)) / self.scale
+        norm = self.norm
+        return landmark_norm(landmarks, norm.weight, norm.bias, self.scale, norm.eps)
 
 
 class _TokenLandmarks(nn.Module):

@@ -67,8 +67,10 @@ def _by_library(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _forward(v: Tensor, weight: Tensor, base: Tensor | None, height: int, width: int) -> Tensor:
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     with on(v.device):
-        return _convolve(v, weight, base, height, width, flip=False)
+        convolve(v, weight, base, out, height, width)
+    return out
 
 
 def _fake(v, weight, base, height, width):
@@ -78,10 +80,18 @@ def _fake(v, weight, base, height, width):
 def _backward(
     grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    grad = grad if grad.stride(2) == 1 else grad.contiguous()
+    grad_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     with on(v.device):
-        grad_v = _convolve(grad, weight, None, height, width, flip=True)
-        return grad_v, _weight_gradient(grad, v, weight, height, width)
+        return grad_v, write_gradient(grad, v, weight, height, width, grad_v, add=False)
+
+
+def write_gradient(
+    grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int, grad_v: Tensor, *, add: bool
+) -> Tensor:
+    """Write the gradient of ``v`` into ``grad_v``, or add it to what is there; return the weight's."""
+    grad = grad if grad.stride(2) == 1 else grad.contiguous()
+    convolve(grad, weight, grad_v if add else None, grad_v, height, width, flip=True)
+    return _weight_gradient(grad, v, weight, height, width)
 
 
 def _fake_backward(grad, v, weight, height, width):
@@ -105,30 +115,37 @@ BACKWARD = register("value_conv_backward", _backward, _fake_backward)
 FORWARD = register("value_conv", _forward, _fake, _setup, _gradient)
 
 
-def _convolve(
-    v: Tensor, weight: Tensor, base: Tensor | None, height: int, width: int, *, flip: bool
-) -> Tensor:
+def convolve(
+    v: Tensor,
+    weight: Tensor,
+    base: Tensor | None,
+    out: Tensor,
+    height: int,
+    width: int,
+    *,
+    flip: bool = False,
+) -> None:
+    """Write ``out``, which may be ``base``: what the convolution is added to. ``flip`` turns the filters."""
     from softfree.ops.kernels.launch import AMPERE
     from softfree.ops.kernels.value_conv import value_band_kernel, value_conv_kernel
 
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     heads, kernel = weight.shape[0], weight.shape[-1]
     blocks, tiles_y, tiles_x = _tiles(v, heads, kernel, height, width)
     if base is not None and base.stride(2) != 1:
         base = base.contiguous()
     added = out if base is None else base
-    if out.numel() > 0:
-        side = blocks["BLOCK_X"]
-        band = torch.empty((heads, kernel, side, side), dtype=v.dtype, device=v.device)
-        value_band_kernel[(heads * kernel,)](
-            weight.contiguous(), band, KERNEL=kernel, FLIP=flip, BLOCK_X=side
-        )
-        value_conv_kernel[(v.shape[0] * heads * tiles_y * tiles_x,)](
-            v, band, added, out, heads, height, width, v.shape[2] // heads,
-            tiles_y, tiles_x, *v.stride()[:2], *added.stride()[:2], *out.stride()[:2],
-            KERNEL=kernel, HAS_BASE=base is not None, **blocks, num_warps=4, **AMPERE,
-        )  # fmt: skip
-    return out
+    if out.numel() == 0:
+        return
+    side = blocks["BLOCK_X"]
+    band = torch.empty((heads, kernel, side, side), dtype=v.dtype, device=v.device)
+    value_band_kernel[(heads * kernel,)](
+        weight.contiguous(), band, KERNEL=kernel, FLIP=flip, BLOCK_X=side
+    )
+    value_conv_kernel[(v.shape[0] * heads * tiles_y * tiles_x,)](
+        v, band, added, out, heads, height, width, v.shape[2] // heads,
+        tiles_y, tiles_x, *v.stride()[:2], *added.stride()[:2], *out.stride()[:2],
+        KERNEL=kernel, HAS_BASE=base is not None, **blocks, num_warps=4, **AMPERE,
+    )  # fmt: skip
 
 
 def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:

@@ -139,16 +139,20 @@ def _fake(q, weight, height, width):
 def _backward(
     grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    if grad.numel() == 0:
-        return token_tensor(q, q.shape[3]), torch.zeros_like(
-            weight, memory_format=torch.contiguous_format
-        )
-    grad = grad.contiguous()
+    grad_q = token_tensor(q, q.shape[3])
     with on(q.device):
-        return (
-            _token_gradient(grad, q, weight, height, width),
-            _weight_gradient(grad, q, weight, height, width),
-        )
+        return grad_q, write_gradient(grad, q, weight, height, width, grad_q, add=False)
+
+
+def write_gradient(
+    grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int, grad_q: Tensor, *, add: bool
+) -> Tensor:
+    """Write the gradient of ``q`` into ``grad_q``, or add it to what is there; return the weight's."""
+    if grad.numel() == 0:
+        return torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    grad = grad.contiguous()
+    _token_gradient(grad, weight, height, width, grad_q, add=add)
+    return _weight_gradient(grad, q, weight, height, width)
 
 
 def _fake_backward(grad, q, weight, height, width):
@@ -157,16 +161,16 @@ def _fake_backward(grad, q, weight, height, width):
     )
 
 
-def _token_gradient(grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+def _token_gradient(
+    grad: Tensor, weight: Tensor, height: int, width: int, grad_q: Tensor, *, add: bool
+) -> None:
     from softfree.ops.kernels.window_product import window_product_token_kernel
 
-    grad_q = token_tensor(q, q.shape[3])
     tile = _tile("tokens", grad, weight)
     window_product_token_kernel[(_tiles(grad, tile),)](
-        grad, _matrices(weight, q), grad_q, *_sizes(grad, weight, height, width),
-        *grad_q.stride()[:3], **_options(tile, q, weight),
+        grad, _matrices(weight, grad_q), grad_q, *_sizes(grad, weight, height, width),
+        *grad_q.stride()[:3], ADD=add, **_options(tile, grad_q, weight),
     )  # fmt: skip
-    return grad_q
 
 
 def _weight_gradient(grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:

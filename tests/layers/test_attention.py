@@ -10,6 +10,7 @@ import softfree
 from softfree.layers import SoftmaxAttention
 from softfree.layers.attention import ValueConv
 from softfree.layers.landmarks import create_sampler
+from softfree.ops import image_attention
 
 DIM, HEADS = 12, 3
 SPECS = ["conv", "average", "random:9", "first:9", "conv:9", ("average", 9), 9]
@@ -317,6 +318,25 @@ def test_half_precision_layers_stay_close_to_float64(spec, dtype):
     out = copy.deepcopy(attention).to(dtype)(x, (7, 5))
     assert out.dtype == dtype
     assert (out.double() - expected).norm() / expected.norm() < 0.1
+
+
+def test_all_between_the_projections_is_one_operator_where_nothing_needs_its_parts(monkeypatch):
+    monkeypatch.setattr(image_attention, "fits", lambda qv, weight: True)
+
+    def is_one(change=lambda layer: None, **options):
+        layer = softfree.SoftAttention(32, 2, stride=2, **{"value_conv": 3, **options})
+        change(layer)
+        return layer._is_one_operator(torch.empty(0))
+
+    assert is_one()
+    assert is_one(backend="triton", normalize=False)
+    assert not is_one(backend="torch")
+    assert not is_one(value_conv=0)
+    assert not is_one(landmarks="conv:4")
+    assert not is_one(landmarks="average")
+    assert not is_one(lambda layer: layer.sampler.register_forward_hook(print))
+    assert not is_one(lambda layer: layer.value_conv.register_forward_hook(print))
+    assert not is_one(lambda layer: setattr(layer.sampler, "norm", torch.nn.Identity()))
 
 
 def test_softmax_attention_is_torchs_multi_head_attention():

@@ -230,17 +230,17 @@ def backward(
     u: Tensor,
     scale: float,
     normalize: bool,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`softfree.ops.chunked.backward`."""
+    """As :func:`softfree.ops.chunked.backward`; the gradients of q and v go ``into`` tensors given."""
     shape = _Shape.of(q, v, landmarks)
-    grad_q = token_tensor(q, shape.d)
+    grad_q, grad_v = into or (token_tensor(q, shape.d), token_tensor(v, shape.d_v))
     grad_k = q.new_empty(0) if k is None else token_tensor(k, shape.d)
-    grad_v = token_tensor(v, shape.d_v)
     grad_landmarks = torch.empty_like(landmarks, memory_format=torch.contiguous_format)
     if grad_q.numel() == 0:
         return grad_q, grad_k, grad_v, grad_landmarks
     grad, q, v = _rows(grad), _rows(q), _rows(v)
-    keys, into = (q, grad_q) if k is None else (_rows(k), grad_k)
+    keys, grad_keys = (q, grad_q) if k is None else (_rows(k), grad_k)
     landmarks = landmarks.contiguous()
     key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
     flags = _flags(q)
@@ -249,7 +249,7 @@ def backward(
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
     n, n_k = q.shape[2], keys.shape[2]
     tensors = (grad, q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q))
-    outputs = (grad_q, into, grad_v)
+    outputs = (grad_q, grad_keys, grad_v)
     sizes = (shape.heads, n, n_k, shape.m, shape.d, shape.d_v)
     strides = [stride for t in (grad, q, keys, v, *outputs) for stride in _strides(t)]
     if _one_launch(max(n, n_k), shape, q):

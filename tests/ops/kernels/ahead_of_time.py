@@ -5,7 +5,7 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
     python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}'
 
 or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution,
-{"hidden": 384} for GELU's gradient.
+{"hidden": 384} for GELU's gradient, {"norm": 32} for the norm of landmarks.
 It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
 """
 
@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from softfree.ops import gelu, value_conv, window_product
+from softfree.ops import gelu, landmark_norm, value_conv, window_product
 from softfree.ops.kernels import launch
 
 TYPES = {
@@ -103,7 +103,7 @@ def compile_window_product(dtype: torch.dtype, stride: int, d: int) -> None:
     q = torch.zeros(2, 2, side * side, d, dtype=dtype)
     weight = torch.zeros(d, d, stride, stride)
     out = window_product._forward(q, weight, side, side)
-    window_product._backward(out, q, weight, side, side)
+    window_product.write_gradient(out, q, weight, side, side, q, add=True)
 
 
 def compile_value_conv(dtype: torch.dtype, kernel: int, side: int, d: int) -> None:
@@ -128,6 +128,12 @@ def main(settings: dict) -> None:
     if "hidden" in settings:
         hidden = torch.zeros(64, settings["hidden"], dtype=dtype)
         gelu._backward(hidden, hidden)
+        return
+    if "norm" in settings:
+        x = torch.zeros(640, settings["norm"], dtype=dtype)
+        weight = torch.zeros(settings["norm"])
+        landmark_norm._forward(x, weight, weight, 0.5, 1e-5)
+        landmark_norm._backward(x, x, weight, weight, 0.5, 1e-5)
         return
     n, m, d = settings["n"], settings["m"], settings["d"]
     d_v = settings.get("d_v", d)

@@ -1,0 +1,91 @@
+"""A layer as one operator in Triton's interpreter, against the layer's parts in float64.
+
+Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line a case:
+relative errors of the result and of the gradients of the tokens and of every parameter.
+"""
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from interpreted import poisoned
+
+import softfree
+from softfree.ops import image_attention, landmark_norm
+from softfree.ops.kernels import launch
+
+# heads, channels a head, stride, side of the values' convolution, size, tokens before the image, normalize
+CASES = [
+    (2, 16, 4, 5, (9, 7), 0, True),
+    (3, 8, 2, 3, (4, 6), 0, False),
+    (2, 16, 1, 3, (3, 4), 1, True),
+    (2, 20, 3, 3, (8, 8), 2, True),
+]
+
+
+def gradients(layer, x, size, grad):
+    out = layer(x, size)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    found = torch.autograd.grad(out, (x, *parameters), grad.to(out.dtype))
+    return dict(zip(("out", "x", *names), (out.detach(), *found), strict=True))
+
+
+def errors(case: tuple) -> dict[str, float]:
+    heads, d, stride, conv, size, prefix, normalize = case
+    layer = softfree.SoftAttention(
+        heads * d, heads, stride=stride, value_conv=conv, normalize=normalize
+    )
+    torch.nn.init.normal_(layer.sampler.norm.weight, 1, 0.2)
+    torch.nn.init.normal_(layer.sampler.norm.bias, 0, 0.2)
+    layer.half()
+    x = torch.randn(2, prefix + size[0] * size[1], heads * d).half()
+    grad = torch.randn_like(x)
+    image_attention.fits = lambda qv, weight: qv.dtype == torch.float16
+    found = gradients(layer, x.requires_grad_(), size, grad)
+    wide = x.detach().double().requires_grad_()
+    wanted = gradients(layer.double(), wide, size, grad)
+    return {
+        name: ((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted
+    }
+
+
+def norm_errors(shape: tuple, scale: float) -> dict[str, float]:
+    inputs = [torch.randn(s).half() for s in (shape, shape[-1:], shape[-1:])]
+    grad = torch.randn(shape).half()
+    wide = [t.double().requires_grad_() for t in inputs]
+    expected = landmark_norm.landmark_norm(*wide, scale, 1e-5)
+    wanted = (expected, *torch.autograd.grad(expected, wide, grad.double()))
+    landmark_norm._fits = lambda x: x.dtype == torch.float16
+    leaves = [t.requires_grad_() for t in inputs]
+    out = landmark_norm.landmark_norm(*leaves, scale, 1e-5)
+    found = (out, *torch.autograd.grad(out, leaves, grad))
+    names = ("out", "x", "weight", "bias")
+    return {
+        name: ((f - w).norm() / w.norm()).item()
+        for name, f, w in zip(names, found, wanted, strict=True)
+    }
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    launch.processors = lambda device: 3  # several stretches
+    shapes = ((2, 30, 64), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3))
+    inputs = [torch.randn(shape).half().requires_grad_() for shape in shapes]
+    settings = (6, 5, 6, 5, 1e-5, True, 20, "halving", 0.0)
+    torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, *settings))
+    x = torch.randn(3, 7, 16).half().requires_grad_()
+    torch.library.opcheck(torch.ops.softfree.landmark_norm, (x, *inputs[2:4], 0.5, 1e-5))
+    torch.empty = poisoned(torch.empty)
+    torch.empty_like = poisoned(torch.empty_like)
+    for shape, scale in (((2, 3, 49, 16), 0.5), ((700, 20), 0.4), ((1, 128), 0.3)):
+        print(
+            json.dumps({"case": ["norm", *shape], "errors": norm_errors(shape, scale)}), flush=True
+        )
+    for case in CASES:
+        print(json.dumps({"case": case, "errors": errors(case)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The layer as one operator on a GPU, against the layer's parts in float64 there."""
+
+import pytest
+import torch
+
+import softfree
+from softfree.ops import image_attention, landmark_norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# batch, heads, channels a head, stride, side of the values' convolution, size, tokens before the image
+CASES = {
+    "stage 1": (8, 2, 32, 8, 9, (56, 56), 0),
+    "stage 1, large batch": (256, 2, 32, 8, 9, (56, 56), 0),
+    "stage 2": (8, 4, 32, 4, 5, (28, 28), 0),
+    "stage 3": (8, 10, 32, 2, 3, (14, 14), 0),
+    "stage 4": (8, 16, 32, 1, 3, (7, 7), 1),
+    "odd": (3, 3, 20, 3, 5, (29, 31), 2),
+    "wide": (2, 2, 64, 4, 3, (27, 30), 0),
+    "many landmarks": (2, 2, 32, 2, 3, (32, 32), 0),
+}
+HALF = (torch.float16, torch.bfloat16)
+
+
+def layer_of(name: str, **options):
+    batch, heads, d, stride, conv, size, prefix = CASES[name]
+    torch.manual_seed(0)
+    layer = softfree.SoftAttention(heads * d, heads, stride=stride, value_conv=conv, **options)
+    torch.nn.init.normal_(layer.sampler.norm.weight, 1, 0.2)
+    torch.nn.init.normal_(layer.sampler.norm.bias, 0, 0.2)
+    tokens = prefix + size[0] * size[1]
+    x = torch.randn(batch, tokens, heads * d, device="cuda", requires_grad=True)
+    return layer.cuda(), x, size, torch.randn_like(x)
+
+
+def results(layer, x, size, grad):
+    out = layer(x, size)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    found = torch.autograd.grad(out, (x, *parameters), grad.to(out.dtype))
+    return dict(zip(("out", "x", *names), (out.detach(), *found), strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("normalize", [True, False], ids=["SOFT++", "SOFT"])
+def test_layer_and_gradients_agree_with_float64(name, dtype, normalize):
+    layer, x, size, grad = layer_of(name, normalize=normalize)
+    layer = layer.to(dtype)
+    x, grad = (t.detach().to(dtype) for t in (x, grad))
+    assert image_attention.fits(layer.qv(x), layer.value_conv.weight)
+    found = results(layer, x.requires_grad_(), size, grad)
+    wanted = results(layer.double(), x.detach().double().requires_grad_(), size, grad.double())
+    # A step between layers is rounded too: twice what one operator may be off.
+    limit = 1e-2 if dtype == torch.bfloat16 else 5e-3
+    for part in wanted:
+        assert (found[part] - wanted[part]).norm() < limit * wanted[part].norm(), part
+
+
+def test_twice_gives_the_same_bits_and_an_empty_batch_no_error():
+    layer, x, size, grad = layer_of("stage 1")
+    with torch.autocast("cuda", torch.bfloat16):
+        once, again = (results(layer, x, size, grad) for _ in range(2))
+        empty = results(layer, x[:0].detach().requires_grad_(), size, grad[:0])
+    for part in once:
+        assert torch.equal(once[part], again[part]), part
+    assert empty["out"].shape == (0, 3136, 64)
+    assert all(not empty[part].any() for part in empty)
+
+
+def test_compiled_layer_is_one_graph_and_equals_eager():
+    layer, x, size, grad = layer_of("stage 4")
+    compiled = torch.compile(layer, fullgraph=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        eager = results(layer, x, size, grad)
+        out = compiled(x, size)
+    (grad_x,) = torch.autograd.grad(out, x, grad.to(out.dtype))
+    assert (out - eager["out"]).norm() < 5e-3 * eager["out"].norm()
+    assert (grad_x - eager["x"]).norm() < 1e-2 * eager["x"].norm()
+
+
+def test_weights_get_their_gradients_in_their_own_dtype_under_autocast():
+    layer, x, size, grad = layer_of("odd")
+    with torch.autocast("cuda", torch.bfloat16):
+        found = results(layer, x, size, grad)
+    assert all(found[part].dtype == torch.float32 for part in found if part != "out")
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("shape", [(2560, 49, 32), (3, 7, 20), (5, 128)], ids=str)
+def test_landmark_norm_agrees_with_float64(shape, dtype):
+    x = torch.randn(shape, device="cuda").to(dtype).requires_grad_()
+    weight, bias = torch.randn(2, shape[-1], device="cuda").unbind()
+    grad = torch.randn(shape, device="cuda").to(dtype)
+    inputs = (x, weight.requires_grad_(), bias.requires_grad_())
+    assert landmark_norm._fits(x)
+    out = landmark_norm.landmark_norm(*inputs, 0.4, 1e-5)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    expected = landmark_norm.landmark_norm(*wide, 0.4, 1e-5)
+    found = (out, *torch.autograd.grad(out, inputs, grad))
+    wanted = (expected, *torch.autograd.grad(expected, wide, grad.double()))
+    for f, w in zip(found, wanted, strict=True):
+        assert (f - w).norm() < 5e-3 * w.norm()
+
+
+def test_operators_are_registered_correctly():
+    shapes = ((2, 30, 64), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3))
+    inputs = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    settings = (6, 5, 6, 5, 1e-5, True, 20, "halving", 0.0)
+    torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, *settings))
+    x = inputs[0].detach()[..., :16].requires_grad_()
+    torch.library.opcheck(torch.ops.softfree.landmark_norm, (x, *inputs[2:4], 0.5, 1e-5))
