@@ -52,8 +52,8 @@ def test_layer_and_gradients_agree_with_float64(name, dtype, normalize):
     assert image_attention.fits(layer.qv(x), layer.value_conv.weight)
     found = results(layer, x.requires_grad_(), size, grad)
     wanted = results(layer.double(), x.detach().double().requires_grad_(), size, grad.double())
-    # A step between layers is rounded too: twice what one operator may be off.
-    limit = 1e-2 if dtype == torch.bfloat16 else 5e-3
+    # Products, landmarks and their gradients are rounded on the way, to 8 bits in bfloat16.
+    limit = 2e-2 if dtype == torch.bfloat16 else 5e-3
     for part in wanted:
         assert (found[part] - wanted[part]).norm() < limit * wanted[part].norm(), part
 
