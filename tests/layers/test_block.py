@@ -93,22 +93,47 @@ class Doubled(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_a_layer_in_place_of_the_mlps_first_is_called():
+@pytest.mark.parametrize("name, widths", [("fc1", (12, 48)), ("fc2", (48, 12))])
+def test_a_layer_in_place_of_one_of_the_mlps_is_called(name, widths):
     b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
-    b.mlp.fc1 = Doubled(12, 48).double()
+    setattr(b.mlp, name, Doubled(*widths).double())
     torch.testing.assert_close(b.mlp(x), mlp(x, b.mlp, "tanh"))
 
 
-@pytest.mark.parametrize("name", ["fc1", "act"])
+def test_a_norm_inside_the_mlp_is_used():
+    b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
+    b.mlp.norm = torch.nn.LayerNorm(48).double()
+    hidden = F.gelu(b.mlp.fc1(x), approximate="tanh")
+    torch.testing.assert_close(b.mlp(x), b.mlp.fc2(b.mlp.norm(hidden)))
+
+
+def test_the_mlp_may_have_no_biases():
+    b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
+    b.mlp.fc1.bias = None
+    torch.testing.assert_close(b.mlp(x), mlp(x, b.mlp, "tanh"))
+    b.mlp.fc2.bias = None
+    torch.testing.assert_close(b.mlp(x), mlp(x, b.mlp, "tanh"))
+
+
+@pytest.mark.parametrize("name", ["drop1", "drop2"])
+def test_each_dropout_of_the_mlp_acts(name):
+    b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
+    getattr(b.mlp, name).p = 0.5
+    assert not torch.equal(b.mlp(x), b.mlp(x))
+
+
+@pytest.mark.parametrize("name", ["fc1", "act", "drop1", "norm", "fc2", "drop2"])
 def test_hooks_inside_the_mlp_are_called(name):
     b, x = block(), torch.randn(2, 35, 12, dtype=torch.float64)
     seen = []
     getattr(b.mlp, name).register_forward_hook(lambda module, inputs, out: seen.append(out))
-    b.mlp(x)
+    out = b.mlp(x)
     hidden = b.mlp.fc1(x)
-    torch.testing.assert_close(
-        seen[0], hidden if name == "fc1" else F.gelu(hidden, approximate="tanh")
-    )
+    if name in ("fc2", "drop2"):
+        expected = out
+    else:
+        expected = hidden if name == "fc1" else F.gelu(hidden, approximate="tanh")
+    torch.testing.assert_close(seen[0], expected)
 
 
 def test_another_gelu_in_its_place_is_used():

@@ -5,7 +5,7 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
     python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}'
 
 or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution,
-{"hidden": 384} for GELU's gradient, {"norm": 32} for the norm of landmarks.
+{"hidden": 384} for the MLP's GELU, {"norm": 32} for the norm of landmarks.
 It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
 """
 
@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from softfree.ops import gelu, landmark_norm, value_conv, window_product
+from softfree.ops import landmark_norm, mlp, value_conv, window_product
 from softfree.ops.kernels import launch
 
 TYPES = {
@@ -127,7 +127,7 @@ def main(settings: dict) -> None:
         return
     if "hidden" in settings:
         hidden = torch.zeros(64, settings["hidden"], dtype=dtype)
-        gelu._backward(hidden, hidden)
+        mlp._gelu_backward(hidden.clone(), hidden)
         return
     if "norm" in settings:
         x = torch.zeros(640, settings["norm"], dtype=dtype)

@@ -4,10 +4,9 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import softfree
-from softfree.ops import gelu, value_conv
+from softfree.ops import mlp, value_conv
 
 from .cases import LARGE, SMALL, Case, arguments, errors, results
 
@@ -120,35 +119,53 @@ def test_value_convolution_takes_more_heads_than_a_grids_second_axis():
     assert (out.float() - expected).norm() < 5e-3 * expected.norm()
 
 
+def mlp_inputs(rows, channels: int, hidden: int) -> list[torch.Tensor]:
+    """x, and the parameters at the size that training starts from."""
+    first, second = torch.nn.Linear(channels, hidden), torch.nn.Linear(hidden, channels)
+    inputs = torch.randn(*rows, channels), *first.parameters(), *second.parameters()
+    return [t.detach().cuda() for t in inputs]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("hidden", [20, 384])
-def test_linear_gelu_agrees_with_the_library(hidden, dtype):
-    inputs = [
-        torch.randn(*shape, device="cuda") for shape in ((3, 700, 96), (hidden, 96), (hidden,))
-    ]
-    narrow = [t.to(dtype).requires_grad_() for t in inputs]
+def test_the_mlp_agrees_with_the_library(hidden, dtype):
+    narrow = [t.to(dtype).requires_grad_() for t in mlp_inputs((3, 700), 96, hidden)]
     wide = [t.detach().double().requires_grad_() for t in narrow]
-    out = gelu.linear_gelu(*narrow)
-    expected = F.gelu(F.linear(*wide), approximate="tanh")
+    out = mlp.mlp(*narrow)
+    assert "View" in out.grad_fn.name()  # of the operator's result
+    assert "Differentiable" in out.grad_fn.next_functions[0][0].name()
+    expected = mlp.mlp(*wide)
     grad = torch.randn_like(out)
     found = (out, *torch.autograd.grad(out, narrow, grad))
     wanted = (expected, *torch.autograd.grad(expected, wide, grad.double()))
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b).norm() < 1e-2 * b.norm()
-    hidden_values = torch.randn(3, 5, hidden, device="cuda", dtype=dtype, requires_grad=True)
-    torch.library.opcheck(torch.ops.softfree.gelu, (hidden_values, narrow[2]))
+    torch.library.opcheck(
+        torch.ops.softfree.mlp, (narrow[0].detach()[0, :9].requires_grad_(), *narrow[1:])
+    )
 
 
-def test_linear_gelus_gradients_are_the_same_bits_twice():
-    x, weight = torch.randn(8, 3136, 64, device="cuda"), torch.randn(512, 64, device="cuda")
-    bias = torch.randn(512, device="cuda", requires_grad=True)
+def test_the_mlps_gradients_are_the_same_bits_twice():
+    inputs = [t.requires_grad_() for t in mlp_inputs((8, 3136), 64, 512)]
     found = []
     for _ in range(2):
         with torch.autocast("cuda", torch.bfloat16):
-            out = gelu.linear_gelu(x, weight, bias)
-        found += torch.autograd.grad(out.float().square().sum(), bias)
-    assert found[0].dtype == torch.float32
-    assert torch.equal(*found)
+            out = mlp.mlp(*inputs)
+        found.append(torch.autograd.grad(out.float().square().sum(), inputs))
+    for once, again in zip(*found, strict=True):
+        assert once.dtype == torch.float32
+        assert torch.equal(once, again)
+
+
+def test_the_mlp_keeps_its_hidden_layer_once():
+    inputs = [t.bfloat16().requires_grad_() for t in mlp_inputs((64, 3136), 64, 512)]
+    hidden = 64 * 3136 * 512 * 2
+    before = torch.cuda.memory_allocated()
+    out = mlp.mlp(*inputs)
+    assert torch.cuda.memory_allocated() - before < 1.5 * hidden
+    torch.cuda.reset_peak_memory_stats()
+    out.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * hidden
 
 
 def test_more_elements_than_an_int32_can_count():

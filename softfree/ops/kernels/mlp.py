@@ -1,14 +1,16 @@
-"""GELU's gradient, with its sum over all tokens on the way."""
+"""GELU again for the backward pass, its gradient, and that gradient's sum over all tokens."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def gelu_backward_kernel(
+def mlp_backward_kernel(
     p_g, p_h, p_dh, p_parts, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Grid (stretches, tiles of columns). Writes dh of its stretch of rows, and their sum, (COLUMNS,).
+
+    p_g: the gradient of GELU's result, which gives place to that result.
 
     GELU's tanh form is ``h s(h)``, ``s(h) = sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3))``.
     """
@@ -24,7 +26,9 @@ def gelu_backward_kernel(
         square = b_h * b_h
         b_s = tl.sigmoid(1.5957691216057308 * b_h * (1 + 0.044715 * square))
         slope = 1.5957691216057308 * (1 + 3 * 0.044715 * square)
-        b_dh = b_g * (b_s + b_h * b_s * (1 - b_s) * slope)
+        b_act = b_h * b_s
+        b_dh = b_g * (b_s + b_act * (1 - b_s) * slope)
         tl.store(p_dh + places, b_dh.to(p_dh.dtype.element_ty), mask=exists)
+        tl.store(p_g + places, b_act.to(p_g.dtype.element_ty), mask=exists)
         b_sum += b_dh
     tl.store(p_parts + stretch * columns + column, tl.sum(b_sum, 0), mask=column < columns)
