@@ -2,7 +2,7 @@
 
 Tokens are read in chunks whose kernel values stay in the processor's cache, and the kernel is computed
 again wherever it is needed a second time. Nothing of size n x m outlives a chunk: beside the result,
-the forward pass keeps O(m^2 + m d) a head for the backward pass. Buffers are made once a call and
+the forward pass keeps the inverse, O(m^2) a head, for the backward pass. Buffers are made once a call and
 reused by every chunk, since on a CPU fresh memory costs more than the arithmetic done in it.
 
 Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = x - c``,
@@ -47,8 +47,8 @@ def forward(
     iterations: int,
     start: str,
     ridge: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), ``U = P V`` (batch, heads, m, d_v)."""
+) -> tuple[Tensor, Tensor]:
+    """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m)."""
     points = _Landmarks(landmarks, landmark_mask, scale)
     a, inverse = invert_landmarks(
         points.values, landmark_mask, scale=scale, iterations=iterations, start=start, ridge=ridge
@@ -61,15 +61,17 @@ def forward(
     product = points.scratch.product
     for batch, key_chunks, query_chunks in _plan(q, keys.tokens, landmarks.shape[2]):
         for chunk in key_chunks:
-            p = keys.kernel(batch, chunk)
-            values = points.scratch.load("values", v[batch, :, chunk])
-            if key_mask is not None:
-                p, values = _masked(p, values, key_mask[batch, chunk])
-            u[batch].flatten(0, 1).baddbmm_(p.mT, values)
+            keys.collect(u, v, key_mask, batch, chunk)
         w = (mixing[batch] @ u[batch]).flatten(0, 1)
         for chunk in reversed(query_chunks):  # the last chunk's kernel is still there
             product(x[batch, :, chunk], queries.kernel(batch, chunk), w)
-    return x, inverse, u
+    return x, inverse
+
+
+def inverse_shape(landmarks: Tensor) -> tuple[int, ...]:
+    """Of the inverse as :func:`forward` gives it."""
+    batch, heads, m, _ = landmarks.shape
+    return batch, heads, m, m
 
 
 def backward(
@@ -81,18 +83,18 @@ def backward(
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
     inverse: Tensor,
-    u: Tensor,
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k (an empty tensor where k is None), v and landmarks.
 
-    ``dW = R^T G``, then ``dU = Y'^T dW`` and ``dY' = dW U^T``; a second pass gives the tokens' gradients.
+    ``dW = R^T G`` and once more ``U = P V``, then ``dU = Y'^T dW`` and ``dY' = dW U^T``; a second pass gives the tokens' gradients.
     With ``E = R * (G W^T)`` for queries and ``E = P^T * (V dU^T)`` for keys, the exponential's part is
     ``dQ = scale (E L - rowsum(E) Q)`` and ``dL = scale (E^T Q - colsum(E) L)``.
     """
     points = _Landmarks(landmarks, landmark_mask, scale)
     a = landmark_matrix(points.values, landmark_mask, scale)
+    u = points.values.new_zeros(*landmarks.shape[:3], v.shape[-1])
     grad_w = torch.zeros_like(u)
     grad_landmarks = torch.empty_like(points.values, memory_format=torch.contiguous_format)
     grad_q = token_tensor(q, q.shape[-1])
@@ -105,6 +107,10 @@ def backward(
         for chunk in query_chunks:
             g = load("grad", grad[batch, :, chunk])
             grad_w[batch].flatten(0, 1).baddbmm_(queries.kernel(batch, chunk).mT, g)
+            if k is None:
+                keys.collect(u, v, key_mask, batch, chunk)
+        for chunk in key_chunks if k is not None else ():
+            keys.collect(u, v, key_mask, batch, chunk)
         w, grad_u, through_inverse = mixing_backward(
             grad_w[batch],
             u[batch],
@@ -130,7 +136,7 @@ def backward(
             queries.through_exponential(e.mul_(r), grad_q[batch, :, chunk], grad_landmarks[batch])
         if k is None:
             continue
-        for chunk in key_chunks:
+        for chunk in reversed(key_chunks):
             p, values = keys.kernel(batch, chunk), load("values", v[batch, :, chunk])
             if key_mask is not None:
                 p, values = _masked(p, values, key_mask[batch, chunk])
@@ -247,6 +253,16 @@ class _Tokens:
         if marks.absent is not None:
             self.values.view(rows, heads, length, -1).masked_fill_(marks.absent[batch], 0)
         return self.values
+
+    def collect(
+        self, u: Tensor, v: Tensor, mask: Tensor | None, batch: slice, chunk: slice
+    ) -> None:
+        """Add a chunk's part to ``U = P V``."""
+        p = self.kernel(batch, chunk)
+        values = self.landmarks.scratch.load("values", v[batch, :, chunk])
+        if mask is not None:
+            p, values = _masked(p, values, mask[batch, chunk])
+        u[batch].flatten(0, 1).baddbmm_(p.mT, values)
 
     def forget(self, mask: Tensor) -> None:
         """Set the last chunk's masked tokens to 0, so that NaN there reaches no gradient."""

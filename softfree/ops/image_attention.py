@@ -85,7 +85,7 @@ def _forward(
     iterations: int,
     start: str,
     ridge: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from softfree.ops.kernels import launch
 
     q, v = _split(qv, value_weight)
@@ -93,7 +93,7 @@ def _forward(
     with torch.autocast(qv.device.type, enabled=False), full_precision(qv.device), on(qv.device):
         products = window_product._forward(q[:, :, before_grid:], landmark_weight, rows, columns)
         landmarks = _landmarks(products, norm_weight, norm_bias, eps)
-        out, inverse, u = launch.forward(
+        out, inverse = launch.forward(
             q, None, v, landmarks, None, None, _scale(q), normalize, iterations, start, ridge
         )
         out, values = _merge(out), _merge(v)
@@ -101,7 +101,7 @@ def _forward(
         value_conv.convolve(values[:, before_image:], value_weight, image, image, height, width)
         if before_image:
             out[:, :before_image] += values[:, :before_image]
-    return out, products, inverse, u
+    return out, products, inverse
 
 
 def _fake(
@@ -110,10 +110,10 @@ def _fake(
 ):  # fmt: skip
     q, v = _split(qv, value_weight)
     products = window_product._empty_result(q, landmark_weight, rows, columns)
-    out, inverse, u = attention._fake(
+    out, inverse = attention._fake(
         q, None, v, products, None, None, 1.0, normalize, iterations, start, ridge, "triton"
     )
-    return _merge(out), products, inverse, u
+    return _merge(out), products, inverse
 
 
 def _backward(
@@ -125,7 +125,6 @@ def _backward(
     value_weight: Tensor,
     products: Tensor,
     inverse: Tensor,
-    u: Tensor,
     rows: int,
     columns: int,
     height: int,
@@ -144,7 +143,7 @@ def _backward(
         landmarks = _landmarks(products, norm_weight, norm_bias, eps)
         by_head = grad.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
         *_, grad_landmarks = launch.backward(
-            by_head, q, None, v, landmarks, None, None, inverse, u, _scale(q), normalize,
+            by_head, q, None, v, landmarks, None, None, inverse, _scale(q), normalize,
             into=(grad_q, grad_v),
         )  # fmt: skip
         grad_products, grad_norm = landmark_norm._backward(
@@ -165,7 +164,7 @@ def _backward(
 
 
 def _fake_backward(
-    grad, qv, landmark_weight, norm_weight, norm_bias, value_weight, products, inverse, u,
+    grad, qv, landmark_weight, norm_weight, norm_bias, value_weight, products, inverse,
     rows, columns, height, width, eps, normalize,
 ):  # fmt: skip
     return (

@@ -96,8 +96,8 @@ def test_extra_memory_does_not_grow_with_the_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_backward_pass_is_given_inputs_and_two_small_matrices(dtype):
-    n, m, d = 4096, 49, 32
+def test_the_backward_pass_is_given_inputs_and_the_inverse(dtype):
+    n, m = 4096, 49
     inputs = [t.detach().to(dtype).requires_grad_() for t in long_inputs(n)]
     storages = {}
 
@@ -110,5 +110,5 @@ def test_the_backward_pass_is_given_inputs_and_two_small_matrices(dtype):
     given = {t.untyped_storage().data_ptr() for t in inputs}
     beside_inputs = sum(size for pointer, size in storages.items() if pointer not in given)
     assert given <= storages.keys()
-    assert beside_inputs == 2 * 4 * (m * m + m * d)
+    assert beside_inputs == 2 * 4 * m * m
     assert out.requires_grad

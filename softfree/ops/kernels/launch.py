@@ -1,7 +1,7 @@
 """Backend ``"triton"``: which kernel runs, on which blocks, in how many programs.
 
-Forward, long inputs: collect (U = P V, in parts), mixing (inverse, U, W = Y' U), spread (X = R W).
-Backward: collect (dW = R^T G, in parts), mixing_backward (W, dU, the inverse's part of dL),
+Forward, long inputs: collect (U = P V, in parts), mixing (inverse, W = Y' U), spread (X = R W).
+Backward: collect (U again and dW = R^T G, in parts), mixing_backward (W, dU, the inverse's part of dL),
 spread_backward (dQ, dK, dV, dL). Short inputs: one kernel each way. Landmarks that do not fit a program go
 tile by tile, and the backward then takes two passes more: spread_wide_backward (dQ, dV; again for keys of
 their own) and spread_backward for dL alone.
@@ -116,12 +116,17 @@ class _Shape(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether one program does the m x m part."""
-        return self.m <= MAX_FUSED_LANDMARKS[_generation(self.hopper)]
+        return _fused(self.m, self.hopper)
 
     @property
     def tiles(self) -> int:
         """Of landmarks, in a token pass."""
         return tiles_of(self.m, self.tile_m)
+
+    @property
+    def collects_both(self) -> bool:
+        """Whether a program has the registers to collect U and dW in one pass."""
+        return self.tile_m * self.block_c <= 64 * 64 and (self.half or self.hopper)
 
     @property
     def target(self) -> dict[str, str]:
@@ -131,6 +136,18 @@ class _Shape(NamedTuple):
 
 def _generation(hopper: bool) -> str:
     return "Hopper" if hopper else "before"
+
+
+def _fused(landmarks: int, hopper: bool) -> bool:
+    return landmarks <= MAX_FUSED_LANDMARKS[_generation(hopper)]
+
+
+def inverse_shape(landmarks: Tensor) -> tuple[int, ...]:
+    """Of the inverse as :func:`forward` gives it: where one program makes it, its lower triangle alone."""
+    batch, heads, m, _ = landmarks.shape
+    if _fused(m, is_hopper(landmarks.device)):
+        return batch, heads, m * (m + 1) // 2
+    return batch, heads, m, m
 
 
 def unsupported(q: Tensor, v: Tensor, landmarks: Tensor) -> str | None:
@@ -172,14 +189,13 @@ def forward(
     iterations: int,
     start: str,
     ridge: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`softfree.ops.chunked.forward`."""
+) -> tuple[Tensor, Tensor]:
+    """As :func:`softfree.ops.chunked.forward`, with the inverse in :func:`inverse_shape`."""
     shape = _Shape.of(q, v, landmarks)
     x = token_tensor(q, shape.d_v)
-    inverse = _small(landmarks, shape, shape.m)
-    u = _small(landmarks, shape, shape.d_v)
+    inverse = _float32(landmarks, *inverse_shape(landmarks))
     if x.numel() == 0:
-        return x, inverse, u
+        return x, inverse
     q, v = _rows(q), _rows(v)
     keys = q if k is None else _rows(k)
     landmarks = landmarks.contiguous()
@@ -196,26 +212,23 @@ def forward(
     if _one_launch(max(n, n_k), shape, q):
         tile = _tile("short_forward", shape)
         short_forward_kernel[(shape.rows,)](
-            q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse, u,
+            q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse,
             shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
             *_strides(q), *_strides(keys), *_strides(v), *_strides(x),
             scale, log2_scale, iterations, ridge,
             BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
             **masks, **newton, **flags, num_warps=tile.warps, num_stages=tile.stages, **AMPERE,
         )  # fmt: skip
-        return x, inverse, u
-    parts = _collect(keys, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
+        return x, inverse
+    _, parts = _collect(keys, None, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
     if shape.fused:
-        w = _mix(
-            parts, landmarks, landmark_mask, inverse, u, scale, iterations, ridge, shape, newton
-        )
+        w = _mix(parts, landmarks, landmark_mask, inverse, scale, iterations, ridge, shape, newton)
     else:
-        u = parts.sum(1).view_as(u)
         a = _landmark_matrix(landmarks, landmark_mask, scale)
         inverse = _newton_inverse(a, iterations, start, ridge)
-        w = torch_mixing.mixing_matrix(a, inverse, normalize) @ u
+        w = torch_mixing.mixing_matrix(a, inverse, normalize) @ _sum(parts, shape)
     _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
-    return x, inverse, u
+    return x, inverse
 
 
 def backward(
@@ -227,7 +240,6 @@ def backward(
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
     inverse: Tensor,
-    u: Tensor,
     scale: float,
     normalize: bool,
     into: tuple[Tensor, Tensor] | None = None,
@@ -255,24 +267,30 @@ def backward(
     if _one_launch(max(n, n_k), shape, q):
         tile = _tile("short_backward", shape)
         short_backward_kernel[(shape.rows,)](
-            *tensors, inverse, u, *outputs, grad_landmarks, *sizes, *strides, scale, log2_scale,
+            *tensors, inverse, *outputs, grad_landmarks, *sizes, *strides, scale, log2_scale,
             BLOCK_N=tile.tokens, CROSS=k is not None, NORMALIZE=normalize,
             **blocks, **masks, **flags, num_warps=tile.warps, num_stages=tile.stages, **AMPERE,
         )  # fmt: skip
         return grad_q, grad_k, grad_v, grad_landmarks
-    parts = _collect(q, grad, landmarks, None, landmark_mask, log2_scale, shape, flags)
+    rest = (landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
+    if k is None and shape.collects_both:
+        dw_parts, u_parts = _collect(q, grad, v, *rest)
+    else:
+        dw_parts, _ = _collect(q, grad, None, *rest)
+        _, u_parts = _collect(keys, None, v, *rest)
     tile = _tile("spread_backward", shape)
     stretches, stretch = _deal(n, tile, shape.rows, q)
     key_stretches, key_stretch = (0, 0) if k is None else _deal(n_k, tile, shape.rows, q)
     dl_parts = stretches + key_stretches
-    dl = u.new_empty(shape.rows, 1 + dl_parts, shape.m, shape.d)
+    dl = _float32(q, shape.rows, 1 + dl_parts, shape.m, shape.d)
     done = torch.empty((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
     if shape.fused:
-        w, du = torch.empty_like(u), torch.empty_like(u)
+        w, du = (_float32(q, shape.rows, shape.m, shape.d_v) for _ in range(2))
+        parts = u_parts.shape[1], dw_parts.shape[1]
         mixing_backward_kernel[(shape.rows,)](
-            landmarks, _or(landmark_mask, q), parts, inverse, u, w, du, dl, done,
-            shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], 1 + dl_parts, shape.tiles, scale,
-            PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
+            landmarks, _or(landmark_mask, q), u_parts, dw_parts, inverse, w, du, dl, done,
+            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles, scale,
+            PARTS=_parts_at_once(max(parts), shape.block_m, shape.block_c),
             HAS_LANDMARK_MASK=landmark_mask is not None,
             NORMALIZE=normalize, FLOAT32=flags["FLOAT32"], **blocks,
             num_warps=_tile("mixing_backward", shape).warps, **AMPERE,
@@ -283,7 +301,7 @@ def backward(
             wide = torch.where(landmark_mask[:, None, :, None] != 0, wide, 0)
         a = _landmark_matrix(landmarks, landmark_mask, scale)
         w, du, through_inverse = torch_mixing.mixing_backward(
-            parts.sum(1).view_as(u), u, a, inverse, wide, _as_bool(landmark_mask),
+            _sum(dw_parts, shape), _sum(u_parts, shape), a, inverse, wide, _as_bool(landmark_mask),
             scale=scale, normalize=normalize,
         )  # fmt: skip
         dl[:, 0] = through_inverse.flatten(0, 1)
@@ -318,21 +336,19 @@ def _mix(
     landmarks: Tensor,
     landmark_mask: Tensor | None,
     inverse: Tensor,
-    u: Tensor,
     scale: float,
     iterations: int,
     ridge: float,
     shape: _Shape,
     newton: dict,
 ) -> Tensor:
-    """Write the inverse and U; return W = Y' U."""
-    w = torch.empty_like(u)
+    """Write the inverse; return W = Y' U."""
+    w = _float32(landmarks, shape.rows, shape.m, shape.d_v)
     scratch, panel = w, 0
     if shape.block_m > MAX_LANDMARKS_IN_REGISTERS:
-        sizes = (shape.rows, 3, shape.block_m, shape.block_m)
-        scratch, panel = torch.empty(sizes, dtype=torch.float32, device=u.device), 32
+        scratch, panel = _float32(landmarks, shape.rows, 3, shape.block_m, shape.block_m), 32
     mixing_kernel[(shape.rows,)](
-        landmarks, _or(landmark_mask, landmarks), parts, inverse, u, w, scratch,
+        landmarks, _or(landmark_mask, landmarks), parts, inverse, w, scratch,
         shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
         BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
         PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
@@ -345,7 +361,7 @@ def _mix(
 def _landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
     """``A = kappa(L, L)``, (batch, heads, m, m), of landmarks too many for one program."""
     batch, heads, m, d = landmarks.shape
-    a = torch.empty((batch, heads, m, m), dtype=torch.float32, device=landmarks.device)
+    a = _float32(landmarks, batch, heads, m, m)
     tiles = tiles_of(m, 64)
     landmark_matrix_kernel[(batch * heads * tiles * tiles,)](
         landmarks, _or(landmark_mask, landmarks), a, heads, m, d, scale, tiles,
@@ -425,30 +441,35 @@ def _spread(
 
 def _collect(
     tokens: Tensor,
-    values: Tensor,
+    grad: Tensor | None,
+    v: Tensor | None,
     landmarks: Tensor,
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
     log2_scale: float,
     shape: _Shape,
     flags: dict,
-) -> Tensor:
-    """Parts (batch * heads, parts, m, d_v) of ``sum_j kappa(L, T_j) X_j``."""
+) -> tuple[Tensor, Tensor]:
+    """Parts (batch * heads, parts, m, d_v) of ``dW = kappa(L, T) G`` and ``U = kappa(L, T) V``.
+
+    Of one of them only, returned twice, where ``grad`` or ``v`` is None; the mask is for U alone.
+    """
     tile = _tile("collect", shape)
     n = tokens.shape[2]
     count, stretch = _deal(n, tile, shape.rows, tokens)
-    parts = torch.empty(
-        (shape.rows, count, shape.m, shape.d_v), dtype=torch.float32, device=tokens.device
-    )
+    given = [t for t in (grad, v) if t is not None]
+    parts = _float32(tokens, len(given), shape.rows, count, shape.m, shape.d_v)
     collect_kernel[(shape.rows * count, shape.tiles)](
-        tokens, values, landmarks, _or(key_mask, tokens), _or(landmark_mask, tokens), parts,
-        shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
-        *_strides(tokens), *_strides(values), log2_scale,
+        tokens, given[0], given[-1], landmarks, _or(key_mask, tokens), _or(landmark_mask, tokens),
+        parts[0], parts[-1], shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
+        *_strides(tokens), *_strides(given[0]), *_strides(given[-1]), log2_scale,
         BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-        HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
+        QUERIES=grad is not None, KEYS=v is not None,
+        HAS_KEY_MASK=key_mask is not None and v is not None,
+        HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
         num_warps=tile.warps, num_stages=tile.stages, **shape.target,
     )  # fmt: skip
-    return parts
+    return parts[0], parts[-1]
 
 
 def _one_launch(n: int, shape: _Shape, like: Tensor) -> bool:
@@ -488,9 +509,13 @@ def _parts_at_once(parts: int, rows: int, columns: int) -> int:
     return min(power_of_two(parts), max(1, 4 * 64 * 32 // (rows * columns)))
 
 
-def _small(landmarks: Tensor, shape: _Shape, width: int) -> Tensor:
-    sizes = (shape.batch, shape.heads, shape.m, width)
-    return torch.empty(sizes, dtype=torch.float32, device=landmarks.device)
+def _float32(like: Tensor, *sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.float32, device=like.device)
+
+
+def _sum(parts: Tensor, shape: _Shape) -> Tensor:
+    """(batch, heads, m, d_v) of parts (batch * heads, parts, m, d_v)."""
+    return parts.sum(1).unflatten(0, (shape.batch, shape.heads))
 
 
 def _flags(q: Tensor) -> dict:

@@ -297,14 +297,38 @@ def load_small(p_in, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def store_triangle(p_out, b_x, m, BLOCK_M: tl.constexpr):
+    """Store the lower triangle of a symmetric (M, M), row after row: m (m + 1) / 2 numbers."""
+    offs, mask = triangle(m, BLOCK_M)
+    tl.store(p_out + offs, b_x, mask=mask)
+
+
+@triton.jit
+def load_triangle(p_in, m, BLOCK_M: tl.constexpr):
+    """The symmetric matrix that :func:`store_triangle` has stored: (M, M), 0 outside."""
+    offs, mask = triangle(m, BLOCK_M)
+    b_lower = tl.load(p_in + offs, mask=mask, other=0.0)
+    # Turned round on the chip: read from memory, columns of the triangle would lie apart.
+    return tl.where(mask, b_lower, tl.trans(b_lower))
+
+
+@triton.jit
+def triangle(m, BLOCK_M: tl.constexpr):
+    """Where the entries of a lower triangle lie, and which of (M, M) these are."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    columns = tl.arange(0, BLOCK_M)[None, :]
+    return rows * (rows + 1) // 2 + columns, (rows < m) & (columns <= rows)
+
+
+@triton.jit
 def mixing_kernel(
-    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_scratch,
+    p_l, p_landmark_mask, p_parts, p_inverse, p_w, p_scratch,
     heads, m, d, d_v, parts, scale, iterations, ridge,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     PANEL: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
     HALVING: tl.constexpr, HALVES: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, U and W = Y' U.
+    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse and W = Y' U.
 
     ``PANEL`` is 0 where the inverse fits the registers; else p_scratch has three matrices (M, M) a head.
     """
@@ -324,10 +348,9 @@ def mixing_kernel(
             b_a, p_b, p_y, p_by, iterations, ridge, BLOCK_M, PANEL, HALVING, HALVES
         )
         b_y = load_small(p_y, BLOCK_M, BLOCK_M, BLOCK_M, BLOCK_M)
-    store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
+    store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
     p_parts += head * parts * m * d_v
     b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
-    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
     b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
 
@@ -357,12 +380,12 @@ def mixing_gradient(
 
 @triton.jit
 def mixing_backward_kernel(
-    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_du, p_dl, p_done,
-    heads, m, d, d_v, parts, dl_parts, tiles, scale,
+    p_l, p_landmark_mask, p_u_parts, p_dw_parts, p_inverse, p_w, p_du, p_dl, p_done,
+    heads, m, d, d_v, u_parts, dw_parts, dl_parts, tiles, scale,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads the parts of dW; writes W, dU and, as part 0, the gradient of L.
+    """Grid (batch * heads,). Reads the parts of U and dW; writes W, dU and, as part 0, the gradient of L.
 
     Also sets the head's counters to 0, by which the next pass knows that all parts of dL are there.
     """
@@ -371,10 +394,11 @@ def mixing_backward_kernel(
     p_landmark_mask += (head // heads) * m
     b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    b_y = load_small(p_inverse + head * m * m, m, m, BLOCK_M, BLOCK_M)
-    b_u = load_small(p_u + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C)
-    p_parts += head * parts * m * d_v
-    b_dw = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
+    b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
+    p_u_parts += head * u_parts * m * d_v
+    p_dw_parts += head * dw_parts * m * d_v
+    b_u = sum_parts(p_u_parts, m, d_v, u_parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
+    b_dw = sum_parts(p_dw_parts, m, d_v, dw_parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
     b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
     b_l = tl.where(b_present[:, None], b_l, 0.0)
     b_w, b_du, b_dl = mixing_gradient(

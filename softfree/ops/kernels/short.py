@@ -7,11 +7,13 @@ from softfree.ops.kernels.common import present_landmarks, wide_product
 from softfree.ops.kernels.mixing import (
     landmark_matrix,
     load_small,
+    load_triangle,
     mixing_gradient,
     mixing_matrix,
     newton_inverse,
     normalizer,
     store_small,
+    store_triangle,
 )
 from softfree.ops.kernels.tokens import (
     collect_tokens,
@@ -24,7 +26,7 @@ from softfree.ops.kernels.tokens import (
 
 @triton.jit
 def short_forward_kernel(
-    p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_x, p_inverse, p_u,
+    p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_x, p_inverse,
     heads, n, n_k, m, d, d_v,
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     x_batch, x_head, x_stride, scale, log2_scale, iterations, ridge,
@@ -32,7 +34,7 @@ def short_forward_kernel(
     HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
     HALVING: tl.constexpr, HALVES: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads q, k, v, landmarks; writes the result, the inverse and U."""
+    """Grid (batch * heads,). Reads q, k, v, landmarks; writes the result and the inverse."""
     head = tl.program_id(0).to(tl.int64)
     batch = head // heads
     column = head % heads
@@ -42,17 +44,17 @@ def short_forward_kernel(
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
-    store_small(p_inverse + head * m * m, b_y, m, m, BLOCK_M, BLOCK_M)
+    store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
     b_l, b_centre, b_bias, _ = load_landmarks(
         p_l, p_landmark_mask, m, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32
     )
-    b_u = collect_tokens(
-        p_k + batch * k_batch + column * k_head, p_v + batch * v_batch + column * v_head,
-        p_key_mask, batch, n_k, d, d_v, k_stride, v_stride, 0, n_k,
+    p_v += batch * v_batch + column * v_head
+    _, b_u = collect_tokens(
+        p_k + batch * k_batch + column * k_head, p_v, p_v,
+        p_key_mask, batch, n_k, d, d_v, k_stride, v_stride, v_stride, 0, n_k,
         b_l, b_centre, b_bias, log2_scale,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, HAS_KEY_MASK, FLOAT32, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, HAS_KEY_MASK, FLOAT32, PRECISION,
     )  # fmt: skip
-    store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
     b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
     b_w = narrow(b_w, p_q)
     spread_tokens(
@@ -64,7 +66,7 @@ def short_forward_kernel(
 
 @triton.jit
 def short_backward_kernel(
-    p_g, p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_inverse, p_u,
+    p_g, p_q, p_k, p_v, p_l, p_key_mask, p_landmark_mask, p_inverse,
     p_dq, p_dk, p_dv, p_dl,
     heads, n, n_k, m, d, d_v,
     g_batch, g_head, g_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
@@ -90,14 +92,20 @@ def short_backward_kernel(
     b_l, b_centre, b_bias, b_present = load_landmarks(
         p_l, p_landmark_mask, m, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32
     )
-    b_dw = collect_tokens(
-        p_q, p_g, p_key_mask, batch, n, d, d_v, q_stride, g_stride, 0, n,
+    b_dw, b_u = collect_tokens(
+        p_q, p_g, p_v, p_key_mask, batch, n, d, d_v, q_stride, g_stride, v_stride, 0, n,
         b_l, b_centre, b_bias, log2_scale,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, FLOAT32, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, True, not CROSS, HAS_KEY_MASK and not CROSS, FLOAT32,
+        PRECISION,
     )  # fmt: skip
+    if CROSS:
+        _, b_u = collect_tokens(
+            p_k, p_g, p_v, p_key_mask, batch, n_k, d, d_v, k_stride, g_stride, v_stride, 0, n_k,
+            b_l, b_centre, b_bias, log2_scale,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, HAS_KEY_MASK, FLOAT32, PRECISION,
+        )  # fmt: skip
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    b_y = load_small(p_inverse + head * m * m, m, m, BLOCK_M, BLOCK_M)
-    b_u = load_small(p_u + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C)
+    b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
     b_plain = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
     b_plain = tl.where(b_present[:, None], b_plain, 0.0)
     b_w, b_du, b_dl = mixing_gradient(

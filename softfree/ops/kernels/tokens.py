@@ -1,6 +1,6 @@
 """The passes over the tokens. Each reads a token once and never writes anything of size n x m.
 
-    collect          sum_j kappa(L, T_j) X_j: U = P V going forward, dW = R^T G going back
+    collect          U = P V; going back also dW = R^T G, in the same pass where queries are the keys
     spread           X = R W
     spread_backward  from G, V, W and dU to dQ, dK, dV and dL
 
@@ -55,53 +55,70 @@ def load_tokens(
 
 @triton.jit
 def collect_tokens(
-    p_t, p_x, p_key_mask, batch, n, d, d_v, t_stride, x_stride, first, last,
+    p_t, p_g, p_v, p_key_mask, batch, n, d, d_v, t_stride, g_stride, v_stride, first, last,
     b_l, b_centre, b_bias, log2_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_KEY_MASK: tl.constexpr, FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``sum_j kappa(L, T_j) X_j`` over tokens first..last: (M, C)."""
-    b_sum = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    """The parts of dW and U (M, C) of tokens first..last: ``sum_j kappa(L, T_j) G_j`` and the same of V.
+
+    dW of tokens that are queries, U of keys; 0 what they are not.
+    """
+    b_dw = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    b_u = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     for start in range(first, last, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
-        present = offs_n < last
+        inside = offs_n < last
+        present = inside
         if HAS_KEY_MASK:
-            present = present & present_keys(p_key_mask, batch, n, offs_n)
-        b_t = load_tokens(p_t, t_stride, offs_n, present, d, b_centre, BLOCK_D, FLOAT32)
-        b_x = load_rows(p_x, x_stride, offs_n, present, d_v, BLOCK_C)
+            present = present_keys(p_key_mask, batch, n, offs_n) & inside
+        taking_part = present
+        if QUERIES:
+            taking_part = inside
+        b_t = load_tokens(p_t, t_stride, offs_n, taking_part, d, b_centre, BLOCK_D, FLOAT32)
         b_k = kernel_of_landmarks(b_t, b_l, b_bias, log2_scale, PRECISION)
-        # Rows that are not present have x = 0, so their kernel values do not count.
-        b_sum += exact_product(b_k, b_x, PRECISION)
-    return b_sum
+        # Rows that are not there have g = 0 and v = 0, so their kernel values do not count.
+        if QUERIES:
+            b_g = load_rows(p_g, g_stride, offs_n, inside, d_v, BLOCK_C)
+            b_dw += exact_product(b_k, b_g, PRECISION)
+        if KEYS:
+            b_v = load_rows(p_v, v_stride, offs_n, present, d_v, BLOCK_C)
+            b_u += exact_product(b_k, b_v, PRECISION)
+    return b_dw, b_u
 
 
 @triton.jit
 def collect_kernel(
-    p_t, p_x, p_l, p_key_mask, p_landmark_mask, p_parts,
+    p_t, p_g, p_v, p_l, p_key_mask, p_landmark_mask, p_dw_parts, p_u_parts,
     heads, n, m, d, d_v, parts, stretch,
-    t_batch, t_head, t_stride, x_batch, x_head, x_stride, log2_scale,
+    t_batch, t_head, t_stride, g_batch, g_head, g_stride, v_batch, v_head, v_stride, log2_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads * parts, landmark tiles). Reads tokens and values; writes its part of the sum."""
+    """Grid (batch * heads * parts, landmark tiles). Reads tokens, G, V; writes its part of dW and of U."""
     part, head = part_and_head(parts)
     first_landmark = tl.program_id(1) * BLOCK_M
     batch = head // heads
     p_t += batch * t_batch + (head % heads) * t_head
-    p_x += batch * x_batch + (head % heads) * x_head
+    p_g += batch * g_batch + (head % heads) * g_head
+    p_v += batch * v_batch + (head % heads) * v_head
     b_l, b_centre, b_bias, _ = load_landmarks(
         p_l + (head * m + first_landmark) * d, p_landmark_mask + batch * m + first_landmark,
         m - first_landmark, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
     )  # fmt: skip
     first = part * stretch
-    b_sum = collect_tokens(
-        p_t, p_x, p_key_mask, batch, n, d, d_v, t_stride, x_stride,
+    b_dw, b_u = collect_tokens(
+        p_t, p_g, p_v, p_key_mask, batch, n, d, d_v, t_stride, g_stride, v_stride,
         first, tl.minimum(first + stretch, n), b_l, b_centre, b_bias, log2_scale,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, HAS_KEY_MASK, FLOAT32, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, QUERIES, KEYS, HAS_KEY_MASK, FLOAT32, PRECISION,
     )  # fmt: skip
-    p_parts += ((head * parts + part) * m + first_landmark) * d_v
-    store_small(p_parts, b_sum, m - first_landmark, d_v, BLOCK_M, BLOCK_C)
+    row = ((head * parts + part) * m + first_landmark) * d_v
+    if QUERIES:
+        store_small(p_dw_parts + row, b_dw, m - first_landmark, d_v, BLOCK_M, BLOCK_C)
+    if KEYS:
+        store_small(p_u_parts + row, b_u, m - first_landmark, d_v, BLOCK_M, BLOCK_C)
 
 
 @triton.jit

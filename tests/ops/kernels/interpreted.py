@@ -26,6 +26,16 @@ def poisoned(create):
 
 def main() -> None:
     torch.manual_seed(0)
+    for m, kept in (
+        (7, (28,)),
+        (140, (140, 140)),
+    ):  # a triangle where one program makes the inverse
+        q = torch.randn(1, 1, m, 8, requires_grad=True)
+        arguments = (q, None, q, q, None, None, 0.4, True, 20, "halving", 0.0, "triton")
+        torch.library.opcheck(
+            torch.ops.softfree.attention.default, arguments, test_utils="test_faketensor"
+        )
+        assert torch.ops.softfree.attention(*arguments)[1].shape == (1, 1, *kept)
     launch.torch.empty = poisoned(torch.empty)
     launch.torch.empty_like = poisoned(torch.empty_like)
     launch.token_tensor = poisoned(launch.token_tensor)
