@@ -10,6 +10,7 @@ from softfree.layers.attention import SoftAttention
 from softfree.layers.landmarks import Size
 from softfree.layers.plain import is_plain
 from softfree.ops.mlp import mlp
+from softfree.ops.norm import add_norm
 
 
 class TanhMlp(Mlp):
@@ -82,9 +83,15 @@ class Block(nn.Module):
         if self.pre_norm:
             x = x + self.drop_path(self.attn(self.norm1(x), size, mask))
             return x + self.drop_path(self.mlp(self.norm2(x)))
-        # Autocast gives norms in float32; tokens that came in half precision stay so, as pre-norm leaves them.
-        x = self.norm1(x + self.drop_path(self.attn(x, size, mask))).to(x.dtype)
-        return self.norm2(x + self.drop_path(self.mlp(x))).to(x.dtype)
+        x = _add_and_norm(x, self.drop_path(self.attn(x, size, mask)), self.norm1)
+        return _add_and_norm(x, self.drop_path(self.mlp(x)), self.norm2)
+
+
+def _add_and_norm(x: Tensor, branch: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """Tokens that came in half precision stay so, though autocast's norm is in float32: as pre-norm leaves them."""
+    if is_plain(norm, nn.LayerNorm):
+        return add_norm(x, branch, norm.weight, norm.bias, norm.eps)
+    return norm(x + branch).to(x.dtype)
 
 
 class SoftBlock(Block):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from softfree.ops.inverse import compute_dtype
-from softfree.ops.landmark_norm import landmark_norm
+from softfree.ops.norm import landmark_norm
 from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
 
 Size = tuple[int, int] | None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from softfree.ops import attention, landmark_norm, value_conv, window_product
+from softfree.ops import attention, norm, value_conv, window_product
 from softfree.ops.exportable import exporting
 from softfree.ops.inverse import full_precision
 from softfree.ops.kernels import HAS_TRITON, has_matrix_units, on
@@ -42,7 +42,7 @@ def image_attention(
         qv: queries, which are the keys too, and values: (batch, n, 2 * channels); see :func:`fits`.
         landmark_weight: (d, d, down, across), see :func:`softfree.ops.window_product.window_product`.
         norm_weight, norm_bias, eps: of the landmarks' norm,
-            see :func:`softfree.ops.landmark_norm.landmark_norm`.
+            see :func:`softfree.ops.norm.landmark_norm`.
         value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`.
         grid: (rows, columns) of the tokens that landmarks are made of: the last ones.
         size: (H, W) of those that the values' convolution sees, the last ones; others pass unchanged.
@@ -146,7 +146,7 @@ def _backward(
             by_head, q, None, v, landmarks, None, None, inverse, _scale(q), normalize,
             into=(grad_q, grad_v),
         )  # fmt: skip
-        grad_products, grad_norm = landmark_norm._backward(
+        grad_products, grad_norm = norm.landmark_backward(
             grad_landmarks, products, norm_weight, norm_bias, q.shape[3] ** -0.25, eps
         )
         grad_landmark_weight = window_product.write_gradient(
@@ -225,7 +225,7 @@ def _merge(tokens: Tensor) -> Tensor:
 
 
 def _landmarks(products: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return landmark_norm._forward(products, weight, bias, products.shape[3] ** -0.25, eps)
+    return norm.landmark_forward(products, weight, bias, products.shape[3] ** -0.25, eps)
 
 
 def _scale(q: Tensor) -> float:

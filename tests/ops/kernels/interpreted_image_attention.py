@@ -13,7 +13,7 @@ import torch
 from interpreted import poisoned
 
 import softfree
-from softfree.ops import image_attention, landmark_norm
+from softfree.ops import image_attention
 from softfree.ops.kernels import launch
 
 # heads, channels a head, stride, side of the values' convolution, size, tokens before the image, normalize
@@ -51,23 +51,6 @@ def errors(case: tuple) -> dict[str, float]:
     }
 
 
-def norm_errors(shape: tuple, scale: float) -> dict[str, float]:
-    inputs = [torch.randn(s).half() for s in (shape, shape[-1:], shape[-1:])]
-    grad = torch.randn(shape).half()
-    wide = [t.double().requires_grad_() for t in inputs]
-    expected = landmark_norm.landmark_norm(*wide, scale, 1e-5)
-    wanted = (expected, *torch.autograd.grad(expected, wide, grad.double()))
-    landmark_norm._fits = lambda x: x.dtype == torch.float16
-    leaves = [t.requires_grad_() for t in inputs]
-    out = landmark_norm.landmark_norm(*leaves, scale, 1e-5)
-    found = (out, *torch.autograd.grad(out, leaves, grad))
-    names = ("out", "x", "weight", "bias")
-    return {
-        name: ((f - w).norm() / w.norm()).item()
-        for name, f, w in zip(names, found, wanted, strict=True)
-    }
-
-
 def main() -> None:
     torch.manual_seed(0)
     launch.processors = lambda device: 3  # several stretches
@@ -75,14 +58,8 @@ def main() -> None:
     inputs = [torch.randn(shape).half().requires_grad_() for shape in shapes]
     settings = (6, 5, 6, 5, 1e-5, True, 20, "halving", 0.0)
     torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, *settings))
-    x = torch.randn(3, 7, 16).half().requires_grad_()
-    torch.library.opcheck(torch.ops.softfree.landmark_norm, (x, *inputs[2:4], 0.5, 1e-5))
     torch.empty = poisoned(torch.empty)
     torch.empty_like = poisoned(torch.empty_like)
-    for shape, scale in (((2, 3, 49, 16), 0.5), ((700, 20), 0.4), ((1, 128), 0.3)):
-        print(
-            json.dumps({"case": ["norm", *shape], "errors": norm_errors(shape, scale)}), flush=True
-        )
     for case in CASES:
         print(json.dumps({"case": case, "errors": errors(case)}), flush=True)
 
