@@ -122,10 +122,9 @@ class SoftAttention(nn.Module):
         source = x if context is None else context
         check_tokens(x, source, mask, self.qv.in_features)
         check_size(size, source.shape[1], self.sequence)
-        qv = self.qv(source)
-        if context is None and mask is None and size is not None and self._is_one_operator(qv):
-            return self.proj(self._attend_at_once(qv, size))
-        q, v = qv.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
+        if context is None and mask is None and size is not None and self._is_one_operator(x):
+            return self._attend_at_once(x, size)
+        q, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
         keys, values = q.transpose(1, 2), v.transpose(1, 2)
         landmarks, landmark_mask = sampled = self.sampler(keys, size, mask)
         queries = keys
@@ -153,30 +152,41 @@ class SoftAttention(nn.Module):
             out = self.value_conv(v.flatten(2), size, mask, out)
         return self.proj(out)
 
-    def _is_one_operator(self, qv: Tensor) -> bool:
-        """Whether everything between the projections is :func:`softfree.ops.image_attention`."""
+    def _is_one_operator(self, x: Tensor) -> bool:
+        """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
         sampler: Any = self.sampler
         conv = self.value_conv
         return (
             conv is not None
             and self.backend in ("auto", "triton")
-            and image_attention.fits(qv, conv.weight)
+            and image_attention.fits(x, conv.weight)
+            and is_plain(self.qv, nn.Linear)
             and is_plain(conv, ValueConv)
             and is_plain(sampler, ConvLandmarks)
             and sampler.count is None
             and is_plain(sampler.norm, nn.LayerNorm)
+            and is_plain(self.proj, nn.Linear)
+            # It computes every gradient; those of frozen weights would be for nothing.
+            and (
+                not torch.is_grad_enabled()
+                or all(p.requires_grad for p in (self.qv.weight, sampler.weight, conv.weight))
+            )
         )
 
-    def _attend_at_once(self, qv: Tensor, size: tuple[int, int]) -> Tensor:
+    def _attend_at_once(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         sampler: Any = self.sampler
         conv: Any = self.value_conv
-        _, grid, window = sampler.layout(qv.shape[1], size)
+        _, grid, window = sampler.layout(x.shape[1], size)
         return image_attention.image_attention(
-            qv,
+            x,
+            self.qv.weight,
+            self.qv.bias,
             sampler.weight.view(self.head_dim, self.head_dim, *window),
             sampler.norm.weight,
             sampler.norm.bias,
             conv.weight,
+            self.proj.weight,
+            self.proj.bias,
             grid,
             size,
             eps=sampler.norm.eps,

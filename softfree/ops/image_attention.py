@@ -1,9 +1,10 @@
-"""A pyramid's attention, from one projection to the other, as one operator.
+"""A pyramid's attention layer as one operator.
 
-Landmarks by convolution, norm and GELU, then :func:`softfree.soft_attention`, plus the convolution of the
-values: the same kernels that these are on their own, here one after the other. What is saved is around them.
-Queries have two uses, and values too; the second writes its gradient on top of the first, straight into the
-gradient of the projection's result, where autograd would add up and copy full-size tensors.
+Projection to queries and values, landmarks by convolution, norm and GELU, then
+:func:`softfree.soft_attention`, plus the convolution of the values, projected: the same kernels that these are
+on their own, here one after the other. What is saved is around them. Queries have two uses, and values too;
+the second writes its gradient on top of the first, straight into the gradient of the projection, where
+autograd would add up and copy full-size tensors.
 
 Registered as ``softfree::image_attention``, for half precision on a GPU.
 """
@@ -11,6 +12,7 @@ Registered as ``softfree::image_attention``, for half precision on a GPU.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -19,14 +21,19 @@ from softfree.ops.exportable import exporting
 from softfree.ops.inverse import full_precision
 from softfree.ops.kernels import HAS_TRITON, has_matrix_units, on
 from softfree.ops.registration import register
+from softfree.ops.sums import column_sums
 
 
 def image_attention(
-    qv: Tensor,
+    x: Tensor,
+    qv_weight: Tensor,
+    qv_bias: Tensor | None,
     landmark_weight: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
     value_weight: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
     grid: tuple[int, int],
     size: tuple[int, int],
     *,
@@ -36,14 +43,15 @@ def image_attention(
     start: str,
     ridge: float,
 ) -> Tensor:
-    """``soft_attention(q, v, landmarks) + value_conv(v)``.
+    """``proj(soft_attention(q, v, landmarks) + value_conv(v))``, ``q, v = qv(x)``.
 
     Args:
-        qv: queries, which are the keys too, and values: (batch, n, 2 * channels); see :func:`fits`.
+        x: (batch, n, channels); see :func:`fits`.
+        qv_weight, qv_bias: of the projection to queries, which are the keys too, and values.
         landmark_weight: (d, d, down, across), see :func:`softfree.ops.window_product.window_product`.
-        norm_weight, norm_bias, eps: of the landmarks' norm,
-            see :func:`softfree.ops.norm.landmark_norm`.
+        norm_weight, norm_bias, eps: of the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
         value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`.
+        proj_weight, proj_bias: of the projection of the result.
         grid: (rows, columns) of the tokens that landmarks are made of: the last ones.
         size: (H, W) of those that the values' convolution sees, the last ones; others pass unchanged.
         normalize, iterations, start, ridge: see :func:`softfree.soft_attention`.
@@ -51,31 +59,45 @@ def image_attention(
     Returns:
         (batch, n, channels)
     """
+    dtype = _dtype(x)
     return FORWARD(
-        qv, landmark_weight, norm_weight, norm_bias, value_weight, *grid, *size,
+        x.to(dtype), qv_weight.to(dtype), qv_bias, landmark_weight, norm_weight, norm_bias,
+        value_weight, proj_weight.to(dtype), proj_bias, *grid, *size,
         eps, normalize, iterations, start, ridge,
     )[0]  # fmt: skip
 
 
-def fits(qv: Tensor, value_weight: Tensor) -> bool:
-    """Whether this operator takes a projection to queries and values."""
+def fits(x: Tensor, value_weight: Tensor) -> bool:
+    """Whether this operator takes the tokens ``x``."""
     return (
         HAS_TRITON
         and not exporting()
-        and qv.device.type == "cuda"
-        and has_matrix_units(qv.device)
-        and qv.dtype in (torch.float16, torch.bfloat16)
-        and qv.shape[2] <= 2 * value_conv.MAX_CHANNELS * value_weight.shape[0]
+        and x.device.type == "cuda"
+        and has_matrix_units(x.device)
+        and _dtype(x) in (torch.float16, torch.bfloat16)
+        and x.shape[2] <= value_conv.MAX_CHANNELS * value_weight.shape[0]
         and value_weight.shape[-1] <= value_conv.MAX_KERNEL
     )
 
 
+def _dtype(x: Tensor) -> torch.dtype:
+    """What the layer computes in."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
 def _forward(
-    qv: Tensor,
+    x: Tensor,
+    qv_weight: Tensor,
+    qv_bias: Tensor | None,
     landmark_weight: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
     value_weight: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
     rows: int,
     columns: int,
     height: int,
@@ -85,44 +107,53 @@ def _forward(
     iterations: int,
     start: str,
     ridge: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The result, and what its gradient needs: qv, the attention, window products, the inverse."""
     from softfree.ops.kernels import launch
 
-    q, v = _split(qv, value_weight)
-    before_grid, before_image = qv.shape[1] - rows * columns, qv.shape[1] - height * width
-    with torch.autocast(qv.device.type, enabled=False), full_precision(qv.device), on(qv.device):
+    n = x.shape[1]
+    before_grid, before_image = n - rows * columns, n - height * width
+    with torch.autocast(x.device.type, enabled=False), full_precision(x.device), on(x.device):
+        qv = _linear(x.contiguous(), qv_weight, qv_bias)
+        q, v = _split(qv, value_weight)
         products = window_product._forward(q[:, :, before_grid:], landmark_weight, rows, columns)
         landmarks = _landmarks(products, norm_weight, norm_bias, eps)
-        out, inverse = launch.forward(
+        by_head, inverse = launch.forward(
             q, None, v, landmarks, None, None, _scale(q), normalize, iterations, start, ridge
         )
-        out, values = _merge(out), _merge(v)
+        out, values = _merge(by_head), _merge(v)
         image = out[:, before_image:]
         value_conv.convolve(values[:, before_image:], value_weight, image, image, height, width)
         if before_image:
             out[:, :before_image] += values[:, :before_image]
-    return out, products, inverse
+        return _linear(out, proj_weight, proj_bias), qv, out, products, inverse
 
 
 def _fake(
-    qv, landmark_weight, norm_weight, norm_bias, value_weight, rows, columns, height, width,
-    eps, normalize, iterations, start, ridge,
+    x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
+    proj_bias, rows, columns, height, width, eps, normalize, iterations, start, ridge,
 ):  # fmt: skip
+    qv = x.new_empty(*x.shape[:2], qv_weight.shape[0])
     q, v = _split(qv, value_weight)
     products = window_product._empty_result(q, landmark_weight, rows, columns)
     out, inverse = attention._fake(
         q, None, v, products, None, None, 1.0, normalize, iterations, start, ridge, "triton"
     )
-    return _merge(out), products, inverse
+    result = x.new_empty(*x.shape[:2], proj_weight.shape[0])
+    return result, qv, _merge(out), products, inverse
 
 
 def _backward(
     grad: Tensor,
-    qv: Tensor,
+    x: Tensor,
+    qv_weight: Tensor,
     landmark_weight: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
     value_weight: Tensor,
+    proj_weight: Tensor,
+    qv: Tensor,
+    out: Tensor,
     products: Tensor,
     inverse: Tensor,
     rows: int,
@@ -131,17 +162,19 @@ def _backward(
     width: int,
     eps: float,
     normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, of weight and bias of qv, landmarks, norm (both), values, and weight and bias of proj."""
     from softfree.ops.kernels import launch
 
     q, v = _split(qv, value_weight)
     grad_qv = torch.empty(qv.shape, dtype=qv.dtype, device=qv.device)
     grad_q, grad_v = _split(grad_qv, value_weight)
-    grad = grad if grad.stride(2) == 1 else grad.contiguous()
-    before_grid, before_image = qv.shape[1] - rows * columns, qv.shape[1] - height * width
-    with torch.autocast(qv.device.type, enabled=False), full_precision(qv.device), on(qv.device):
+    n = x.shape[1]
+    before_grid, before_image = n - rows * columns, n - height * width
+    with torch.autocast(x.device.type, enabled=False), full_precision(x.device), on(x.device):
+        grad_out, grad_proj_weight, grad_proj_bias = _linear_backward(grad, out, proj_weight)
         landmarks = _landmarks(products, norm_weight, norm_bias, eps)
-        by_head = grad.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
+        by_head = grad_out.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
         *_, grad_landmarks = launch.backward(
             by_head, q, None, v, landmarks, None, None, inverse, _scale(q), normalize,
             into=(grad_q, grad_v),
@@ -155,39 +188,66 @@ def _backward(
         )  # fmt: skip
         values, grad_values = _merge(v), _merge(grad_v)
         grad_value_weight = value_conv.write_gradient(
-            grad[:, before_image:], values[:, before_image:], value_weight, height, width,
+            grad_out[:, before_image:], values[:, before_image:], value_weight, height, width,
             grad_values[:, before_image:], add=True,
         )  # fmt: skip
         if before_image:
-            grad_values[:, :before_image] += grad[:, :before_image]
-    return grad_qv, grad_landmark_weight, grad_norm, grad_value_weight
+            grad_values[:, :before_image] += grad_out[:, :before_image]
+        return (
+            *_linear_backward(grad_qv, x, qv_weight),
+            grad_landmark_weight,
+            grad_norm,
+            grad_value_weight,
+            grad_proj_weight,
+            grad_proj_bias,
+        )
 
 
 def _fake_backward(
-    grad, qv, landmark_weight, norm_weight, norm_bias, value_weight, products, inverse,
-    rows, columns, height, width, eps, normalize,
+    grad, x, qv_weight, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
+    qv, out, products, inverse, rows, columns, height, width, eps, normalize,
 ):  # fmt: skip
+    def like(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    def bias_of(weight: Tensor) -> Tensor:
+        return weight.new_empty(weight.shape[0], dtype=torch.float32)
+
     return (
-        torch.empty(qv.shape, dtype=qv.dtype, device=qv.device),
-        torch.empty_like(landmark_weight, memory_format=torch.contiguous_format),
+        like(x),
+        like(qv_weight),
+        bias_of(qv_weight),
+        like(landmark_weight),
         norm_weight.new_empty(2, *norm_weight.shape),
-        torch.empty_like(value_weight, memory_format=torch.contiguous_format),
+        like(value_weight),
+        like(proj_weight),
+        bias_of(proj_weight),
     )
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:5], *output[1:])
-    ctx.settings = inputs[5:11]
+    x, qv_weight, qv_bias, *middle, proj_weight, proj_bias = inputs[:9]
+    ctx.save_for_backward(x, qv_weight, *middle, proj_weight, *output[1:])
+    ctx.settings = inputs[9:15]
+    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (qv_bias, proj_bias)]
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, grad, *_):
     if grad is None:
-        return (None,) * 14
-    grad_qv, grad_landmark_weight, grad_norm, grad_value_weight = BACKWARD(
-        grad, *ctx.saved_tensors, *ctx.settings
+        return (None,) * 18
+    x, qv_weight, qv_bias, landmark_weight, grad_norm, value_weight, proj_weight, proj_bias = (
+        BACKWARD(grad, *ctx.saved_tensors, *ctx.settings)
     )
-    return grad_qv, grad_landmark_weight, *grad_norm.unbind(), grad_value_weight, *(None,) * 9
+    qv_bias, proj_bias = (
+        None if dtype is None else bias.to(dtype)
+        for bias, dtype in zip((qv_bias, proj_bias), ctx.bias_dtypes, strict=True)
+    )
+    norm_weight, norm_bias = grad_norm.unbind()
+    return (
+        x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
+        proj_bias, *(None,) * 9,
+    )  # fmt: skip
 
 
 BACKWARD = register("image_attention_backward", _backward, _fake_backward)
@@ -196,20 +256,32 @@ FORWARD = register("image_attention", _forward, _fake, _setup, _gradient)
 
 @register_flop_formula(torch.ops.softfree.image_attention)
 def _flops(
-    qv_shape, landmark_shape, _weight, _bias, value_shape, rows, columns, height, width,
-    _eps, normalize, iterations, *_, **__,
+    x_shape, qv_shape, _qv_bias, landmark_shape, _weight, _bias, value_shape, proj_shape, _proj_bias,
+    rows, columns, height, width, _eps, normalize, iterations, *_, **__,
 ) -> int:  # fmt: skip
-    """Of its three parts, each multiply-add counted twice."""
-    batch, n, both = qv_shape
+    """Of its parts, each multiply-add counted twice."""
+    batch, n, channels = x_shape
     heads = value_shape[0]
-    q_shape = (batch, heads, n, both // heads // 2)
+    q_shape = (batch, heads, n, channels // heads)
     products = window_product._flops(q_shape, landmark_shape, rows, columns)
     down, across = window_product.window_grid((rows, columns), landmark_shape[2:])
     landmarks_shape = (batch, heads, down * across, q_shape[3])
-    convolution = batch * height * width * both * value_shape[-1] ** 2
-    return products + convolution + attention._attention_flops(
+    convolution = 2 * batch * height * width * channels * value_shape[-1] ** 2
+    projections = 2 * batch * n * channels * (qv_shape[0] + proj_shape[0])
+    return projections + products + convolution + attention._attention_flops(
         q_shape, None, q_shape, landmarks_shape, None, None, 1.0, normalize, iterations
     )  # fmt: skip
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the input, the weight and, in float32, the bias."""
+    rows = grad.reshape(-1, grad.shape[2])
+    grad_x = (rows @ weight).view(x.shape)
+    return grad_x, rows.T @ x.reshape(-1, x.shape[2]), column_sums(rows)
 
 
 def _split(qv: Tensor, value_weight: Tensor) -> tuple[Tensor, Tensor]:

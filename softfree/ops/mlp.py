@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from softfree.ops.exportable import exporting
 from softfree.ops.kernels import HAS_TRITON, has_matrix_units, on, tiles_of
 from softfree.ops.registration import register
+from softfree.ops.sums import column_sums
 
 ROWS, COLUMNS = 16, 128
 PROGRAMS_PER_PROCESSOR = 8
@@ -84,7 +85,7 @@ def _backward(
         grad_hidden, activation, grad_bias1 = _gelu_backward(grad @ weight2, hidden)
         grad_weight2 = grad.T @ activation
         del activation  # its memory is free for the gradients that follow
-        grad_bias2 = grad.sum(0, dtype=torch.float32)
+        grad_bias2 = column_sums(grad)
         return grad_hidden @ weight1, grad_hidden.T @ x, grad_bias1, grad_weight2, grad_bias2
 
 

@@ -321,12 +321,12 @@ def test_half_precision_layers_stay_close_to_float64(spec, dtype):
 
 
 def test_all_between_the_projections_is_one_operator_where_nothing_needs_its_parts(monkeypatch):
-    monkeypatch.setattr(image_attention, "fits", lambda qv, weight: True)
+    monkeypatch.setattr(image_attention, "fits", lambda x, weight: True)
 
     def is_one(change=lambda layer: None, **options):
         layer = softfree.SoftAttention(32, 2, stride=2, **{"value_conv": 3, **options})
         change(layer)
-        return layer._is_one_operator(torch.empty(0))
+        return layer._is_one_operator(torch.empty(1, 4, 32))
 
     assert is_one()
     assert is_one(backend="triton", normalize=False)
@@ -337,6 +337,10 @@ def test_all_between_the_projections_is_one_operator_where_nothing_needs_its_par
     assert not is_one(lambda layer: layer.sampler.register_forward_hook(print))
     assert not is_one(lambda layer: layer.value_conv.register_forward_hook(print))
     assert not is_one(lambda layer: setattr(layer.sampler, "norm", torch.nn.Identity()))
+    assert not is_one(lambda layer: layer.proj.register_forward_hook(print))
+    assert not is_one(lambda layer: layer.qv.requires_grad_(False))
+    with torch.no_grad():
+        assert is_one(lambda layer: layer.qv.requires_grad_(False))
 
 
 def test_softmax_attention_is_torchs_multi_head_attention():

@@ -5,7 +5,7 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
     python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}'
 
 or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution,
-{"hidden": 384} for the MLP's GELU, {"norm": 32} for the norms.
+{"hidden": 384} for the MLP's GELU, {"norm": 32} for the norms and the sums of columns.
 It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
 """
 
@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from softfree.ops import mlp, norm, value_conv, window_product
+from softfree.ops import mlp, norm, sums, value_conv, window_product
 from softfree.ops.kernels import launch
 
 TYPES = {
@@ -137,6 +137,7 @@ def main(settings: dict) -> None:
             norm.landmark_backward(x, x, weight, weight, 0.5, 1e-5)
         norm._add_forward(x, x, weight, weight, 1e-5, True)
         norm._add_backward(x, x, weight, 1e-5)
+        sums.column_sums(x)
         return
     n, m, d = settings["n"], settings["m"], settings["d"]
     d_v = settings.get("d_v", d)

@@ -35,14 +35,14 @@ def gradients(layer, x, size, grad):
 def errors(case: tuple) -> dict[str, float]:
     heads, d, stride, conv, size, prefix, normalize = case
     layer = softfree.SoftAttention(
-        heads * d, heads, stride=stride, value_conv=conv, normalize=normalize
+        heads * d, heads, stride=stride, value_conv=conv, normalize=normalize, qv_bias=normalize
     )
     torch.nn.init.normal_(layer.sampler.norm.weight, 1, 0.2)
     torch.nn.init.normal_(layer.sampler.norm.bias, 0, 0.2)
     layer.half()
     x = torch.randn(2, prefix + size[0] * size[1], heads * d).half()
     grad = torch.randn_like(x)
-    image_attention.fits = lambda qv, weight: qv.dtype == torch.float16
+    image_attention.fits = lambda x, weight: x.dtype == torch.float16
     found = gradients(layer, x.requires_grad_(), size, grad)
     wide = x.detach().double().requires_grad_()
     wanted = gradients(layer.double(), wide, size, grad)
@@ -54,7 +54,9 @@ def errors(case: tuple) -> dict[str, float]:
 def main() -> None:
     torch.manual_seed(0)
     launch.processors = lambda device: 3  # several stretches
-    shapes = ((2, 30, 64), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3))
+    shapes = (
+        (2, 30, 32), (64, 32), (64,), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3), (32, 32), (32,)
+    )  # fmt: skip
     inputs = [torch.randn(shape).half().requires_grad_() for shape in shapes]
     settings = (6, 5, 6, 5, 1e-5, True, 20, "halving", 0.0)
     torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, *settings))
