@@ -235,7 +235,7 @@ def _attention(
     start: str,
     ridge: float,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False), full_precision(q.device), on(q.device):
         return _implementation(backend).forward(
             q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge
@@ -245,10 +245,11 @@ def _attention(
 def _fake(
     q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge, backend
 ):
-    shape = _implementation(backend).inverse_shape(landmarks)
+    small = landmarks.new_empty(0, dtype=compute_dtype(q.dtype))
     return (
         chunked.token_tensor(q, v.shape[-1]),
-        landmarks.new_empty(shape, dtype=compute_dtype(q.dtype)),
+        small.new_empty(_implementation(backend).inverse_shape(landmarks)),
+        small.new_empty(chunked.sums_shape(v, landmarks)),
     )
 
 
@@ -261,18 +262,19 @@ def _attention_backward(
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
     inverse: Tensor,
+    u: Tensor,
     scale: float,
     normalize: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False), full_precision(q.device), on(q.device):
         return _implementation(backend).backward(
-            grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, scale, normalize
+            grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize
         )
 
 
 def _fake_backward(
-    grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, scale, normalize, backend
+    grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize, backend
 ):
     return (
         chunked.token_tensor(q, q.shape[-1]),
@@ -284,12 +286,12 @@ def _fake_backward(
 
 def _setup_context(ctx, inputs, output):
     q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, _, _, _, backend = inputs
-    ctx.save_for_backward(q, k, v, landmarks, key_mask, landmark_mask, output[1])
+    ctx.save_for_backward(q, k, v, landmarks, key_mask, landmark_mask, *output[1:])
     ctx.settings = (scale, normalize, backend)
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx, grad, grad_inverse):
+def _gradient(ctx, grad, *_):
     if grad is None:
         return (None,) * 12
     saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
@@ -316,10 +318,11 @@ def _attention_flops(
 
 @register_flop_formula(torch.ops.softfree.attention_backward)
 def _attention_backward_flops(_g, q_shape, k_shape, v_shape, landmarks_shape, *_, **__) -> int:
-    """Kernels again, P V again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, Eq. 12."""
+    """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, Eq. 12; few tokens: P V."""
     batch, heads, n, d = q_shape
     m, n_k, d_v = landmarks_shape[2], v_shape[2], v_shape[3]
     queries = n * m * (3 * d + 2 * d_v)
-    keys = n_k * m * (3 * d_v + (0 if k_shape is None else 3 * d))
+    again = n_k <= chunked.FEW_TOKENS
+    keys = n_k * m * ((2 + again) * d_v + (0 if k_shape is None else 3 * d))
     matrices = 2 * m**3 + 3 * m * m * d_v + 2 * m * m * d
     return 2 * batch * heads * (queries + keys + matrices)

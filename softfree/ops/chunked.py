@@ -2,7 +2,7 @@
 
 Tokens are read in chunks whose kernel values stay in the processor's cache, and the kernel is computed
 again wherever it is needed a second time. Nothing of size n x m outlives a chunk: beside the result,
-the forward pass keeps the inverse, O(m^2) a head, for the backward pass. Buffers are made once a call and
+the forward pass keeps O(m^2 + m d) a head for the backward pass. Buffers are made once a call and
 reused by every chunk, since on a CPU fresh memory costs more than the arithmetic done in it.
 
 Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = x - c``,
@@ -33,6 +33,7 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**25
 # Beyond this scale * ||l - c||^2 the float32 terms of the exponent cancel too many digits, and the product
 # is taken in float64. On a CPU only: elsewhere looking would wait for the device.
 FAR = 32.0
+FEW_TOKENS = 1024  # up to so many, U is computed again for the backward pass instead of kept
 
 
 def forward(
@@ -47,8 +48,8 @@ def forward(
     iterations: int,
     start: str,
     ridge: float,
-) -> tuple[Tensor, Tensor]:
-    """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), ``U = P V`` in :func:`sums_shape`."""
     points = _Landmarks(landmarks, landmark_mask, scale)
     a, inverse = invert_landmarks(
         points.values, landmark_mask, scale=scale, iterations=iterations, start=start, ridge=ridge
@@ -65,13 +66,20 @@ def forward(
         w = (mixing[batch] @ u[batch]).flatten(0, 1)
         for chunk in reversed(query_chunks):  # the last chunk's kernel is still there
             product(x[batch, :, chunk], queries.kernel(batch, chunk), w)
-    return x, inverse
+    return x, inverse, u if sums_shape(v, landmarks) == u.shape else u.new_empty(0)
 
 
 def inverse_shape(landmarks: Tensor) -> tuple[int, ...]:
     """Of the inverse as :func:`forward` gives it."""
     batch, heads, m, _ = landmarks.shape
     return batch, heads, m, m
+
+
+def sums_shape(v: Tensor, landmarks: Tensor) -> tuple[int, ...]:
+    """Of U as kept for the backward pass: empty where tokens are few, and U is not small beside them."""
+    if v.shape[2] <= FEW_TOKENS:
+        return (0,)
+    return *landmarks.shape[:3], v.shape[3]
 
 
 def backward(
@@ -83,18 +91,22 @@ def backward(
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
     inverse: Tensor,
+    u: Tensor,
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k (an empty tensor where k is None), v and landmarks.
 
-    ``dW = R^T G`` and once more ``U = P V``, then ``dU = Y'^T dW`` and ``dY' = dW U^T``; a second pass gives the tokens' gradients.
+    ``dW = R^T G`` and, unless it was kept, ``U = P V`` again; then ``dU = Y'^T dW`` and ``dY' = dW U^T``; a
+    second pass gives the tokens' gradients.
     With ``E = R * (G W^T)`` for queries and ``E = P^T * (V dU^T)`` for keys, the exponential's part is
     ``dQ = scale (E L - rowsum(E) Q)`` and ``dL = scale (E^T Q - colsum(E) L)``.
     """
     points = _Landmarks(landmarks, landmark_mask, scale)
     a = landmark_matrix(points.values, landmark_mask, scale)
-    u = points.values.new_zeros(*landmarks.shape[:3], v.shape[-1])
+    kept = u.numel() > 0
+    if not kept:
+        u = points.values.new_zeros(*landmarks.shape[:3], v.shape[-1])
     grad_w = torch.zeros_like(u)
     grad_landmarks = torch.empty_like(points.values, memory_format=torch.contiguous_format)
     grad_q = token_tensor(q, q.shape[-1])
@@ -107,9 +119,9 @@ def backward(
         for chunk in query_chunks:
             g = load("grad", grad[batch, :, chunk])
             grad_w[batch].flatten(0, 1).baddbmm_(queries.kernel(batch, chunk).mT, g)
-            if k is None:
+            if k is None and not kept:  # the chunk's kernel is still there
                 keys.collect(u, v, key_mask, batch, chunk)
-        for chunk in key_chunks if k is not None else ():
+        for chunk in () if k is None or kept else key_chunks:
             keys.collect(u, v, key_mask, batch, chunk)
         w, grad_u, through_inverse = mixing_backward(
             grad_w[batch],

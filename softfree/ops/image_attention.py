@@ -107,8 +107,8 @@ def _forward(
     iterations: int,
     start: str,
     ridge: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result, and what its gradient needs: qv, the attention, window products, the inverse."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The result, and what its gradient needs: qv, the attention, window products, the inverse and U."""
     from softfree.ops.kernels import launch
 
     n = x.shape[1]
@@ -118,7 +118,7 @@ def _forward(
         q, v = _split(qv, value_weight)
         products = window_product._forward(q[:, :, before_grid:], landmark_weight, rows, columns)
         landmarks = _landmarks(products, norm_weight, norm_bias, eps)
-        by_head, inverse = launch.forward(
+        by_head, inverse, u = launch.forward(
             q, None, v, landmarks, None, None, _scale(q), normalize, iterations, start, ridge
         )
         out, values = _merge(by_head), _merge(v)
@@ -126,7 +126,7 @@ def _forward(
         value_conv.convolve(values[:, before_image:], value_weight, image, image, height, width)
         if before_image:
             out[:, :before_image] += values[:, :before_image]
-        return _linear(out, proj_weight, proj_bias), qv, out, products, inverse
+        return _linear(out, proj_weight, proj_bias), qv, out, products, inverse, u
 
 
 def _fake(
@@ -136,11 +136,11 @@ def _fake(
     qv = x.new_empty(*x.shape[:2], qv_weight.shape[0])
     q, v = _split(qv, value_weight)
     products = window_product._empty_result(q, landmark_weight, rows, columns)
-    out, inverse = attention._fake(
+    out, inverse, u = attention._fake(
         q, None, v, products, None, None, 1.0, normalize, iterations, start, ridge, "triton"
     )
     result = x.new_empty(*x.shape[:2], proj_weight.shape[0])
-    return result, qv, _merge(out), products, inverse
+    return result, qv, _merge(out), products, inverse, u
 
 
 def _backward(
@@ -156,6 +156,7 @@ def _backward(
     out: Tensor,
     products: Tensor,
     inverse: Tensor,
+    u: Tensor,
     rows: int,
     columns: int,
     height: int,
@@ -176,7 +177,7 @@ def _backward(
         landmarks = _landmarks(products, norm_weight, norm_bias, eps)
         by_head = grad_out.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
         *_, grad_landmarks = launch.backward(
-            by_head, q, None, v, landmarks, None, None, inverse, _scale(q), normalize,
+            by_head, q, None, v, landmarks, None, None, inverse, u, _scale(q), normalize,
             into=(grad_q, grad_v),
         )  # fmt: skip
         grad_products, grad_norm = norm.landmark_backward(
@@ -205,7 +206,7 @@ def _backward(
 
 def _fake_backward(
     grad, x, qv_weight, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-    qv, out, products, inverse, rows, columns, height, width, eps, normalize,
+    qv, out, products, inverse, u, rows, columns, height, width, eps, normalize,
 ):  # fmt: skip
     def like(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -96,8 +96,11 @@ def test_extra_memory_does_not_grow_with_the_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_backward_pass_is_given_inputs_and_the_inverse(dtype):
-    n, m = 4096, 49
+@pytest.mark.parametrize(("n", "channels"), [(4096, 32), (1000, 0)], ids=["many", "few tokens"])
+def test_the_backward_pass_is_given_inputs_the_inverse_and_of_many_tokens_their_sums(
+    dtype, n, channels
+):
+    m = 49
     inputs = [t.detach().to(dtype).requires_grad_() for t in long_inputs(n)]
     storages = {}
 
@@ -110,5 +113,5 @@ def test_the_backward_pass_is_given_inputs_and_the_inverse(dtype):
     given = {t.untyped_storage().data_ptr() for t in inputs}
     beside_inputs = sum(size for pointer, size in storages.items() if pointer not in given)
     assert given <= storages.keys()
-    assert beside_inputs == 2 * 4 * m * m
+    assert beside_inputs == 2 * 4 * m * (m + channels)
     assert out.requires_grad

@@ -1,7 +1,7 @@
 """Backend ``"triton"``: which kernel runs, on which blocks, in how many programs.
 
 Forward, long inputs: collect (U = P V, in parts), mixing (inverse, W = Y' U), spread (X = R W).
-Backward: collect (U again and dW = R^T G, in parts), mixing_backward (W, dU, the inverse's part of dL),
+Backward: collect (dW = R^T G and, of few tokens, U again, in parts), mixing_backward (W, dU, the inverse's part of dL),
 spread_backward (dQ, dK, dV, dL). Short inputs: one kernel each way. Landmarks that do not fit a program go
 tile by tile, and the backward then takes two passes more: spread_wide_backward (dQ, dV; again for keys of
 their own) and spread_backward for dL alone.
@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from softfree.ops import mixing as torch_mixing
-from softfree.ops.chunked import token_tensor
+from softfree.ops.chunked import sums_shape, token_tensor
 from softfree.ops.inverse import add_ridge, start_value
 from softfree.ops.kernels import block, has_matrix_units, power_of_two, tiles_of
 from softfree.ops.kernels.common import LOW_SCALE
@@ -39,7 +39,8 @@ MAX_LANDMARKS_AT_ONCE = 128  # in a program of a token pass; more spill its regi
 LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
 MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
 # One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
-# With more heads the token passes of their own keep more programs on a processor.
+# With more heads the token passes of their own keep more programs on a processor. One launch does not keep U, so
+# its tokens are at most ``chunked.FEW_TOKENS``.
 ONE_LAUNCH = ((1024, 1), (256, 4))
 
 
@@ -189,13 +190,14 @@ def forward(
     iterations: int,
     start: str,
     ridge: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.chunked.forward`, with the inverse in :func:`inverse_shape`."""
     shape = _Shape.of(q, v, landmarks)
     x = token_tensor(q, shape.d_v)
     inverse = _float32(landmarks, *inverse_shape(landmarks))
+    u = _float32(landmarks, *sums_shape(v, landmarks))
     if x.numel() == 0:
-        return x, inverse
+        return x, inverse, u
     q, v = _rows(q), _rows(v)
     keys = q if k is None else _rows(k)
     landmarks = landmarks.contiguous()
@@ -219,16 +221,20 @@ def forward(
             BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
             **masks, **newton, **flags, num_warps=tile.warps, num_stages=tile.stages, **AMPERE,
         )  # fmt: skip
-        return x, inverse
+        return x, inverse, u
     _, parts = _collect(keys, None, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
     if shape.fused:
-        w = _mix(parts, landmarks, landmark_mask, inverse, scale, iterations, ridge, shape, newton)
+        w = _mix(
+            parts, landmarks, landmark_mask, inverse, u, scale, iterations, ridge, shape, newton
+        )
     else:
+        sums = _sum(parts, shape)
+        u = sums if u.numel() > 0 else u
         a = _landmark_matrix(landmarks, landmark_mask, scale)
         inverse = _newton_inverse(a, iterations, start, ridge)
-        w = torch_mixing.mixing_matrix(a, inverse, normalize) @ _sum(parts, shape)
+        w = torch_mixing.mixing_matrix(a, inverse, normalize) @ sums
     _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
-    return x, inverse
+    return x, inverse, u
 
 
 def backward(
@@ -240,6 +246,7 @@ def backward(
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
     inverse: Tensor,
+    u: Tensor,
     scale: float,
     normalize: bool,
     into: tuple[Tensor, Tensor] | None = None,
@@ -273,7 +280,10 @@ def backward(
         )  # fmt: skip
         return grad_q, grad_k, grad_v, grad_landmarks
     rest = (landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
-    if k is None and shape.collects_both:
+    if u.numel() > 0:
+        dw_parts, _ = _collect(q, grad, None, *rest)
+        u_parts = u.view(shape.rows, 1, shape.m, shape.d_v)
+    elif k is None and shape.collects_both:
         dw_parts, u_parts = _collect(q, grad, v, *rest)
     else:
         dw_parts, _ = _collect(q, grad, None, *rest)
@@ -336,24 +346,25 @@ def _mix(
     landmarks: Tensor,
     landmark_mask: Tensor | None,
     inverse: Tensor,
+    u: Tensor,
     scale: float,
     iterations: int,
     ridge: float,
     shape: _Shape,
     newton: dict,
 ) -> Tensor:
-    """Write the inverse; return W = Y' U."""
+    """Write the inverse and U, unless that is empty; return W = Y' U."""
     w = _float32(landmarks, shape.rows, shape.m, shape.d_v)
     scratch, panel = w, 0
     if shape.block_m > MAX_LANDMARKS_IN_REGISTERS:
         scratch, panel = _float32(landmarks, shape.rows, 3, shape.block_m, shape.block_m), 32
     mixing_kernel[(shape.rows,)](
-        landmarks, _or(landmark_mask, landmarks), parts, inverse, w, scratch,
+        landmarks, _or(landmark_mask, landmarks), parts, inverse, u, w, scratch,
         shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
         BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
         PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
         HAS_LANDMARK_MASK=landmark_mask is not None, FLOAT32=landmarks.dtype == torch.float32,
-        **newton, num_warps=_tile("mixing", shape).warps, **AMPERE,
+        KEEP=u.numel() > 0, **newton, num_warps=_tile("mixing", shape).warps, **AMPERE,
     )  # fmt: skip
     return w
 

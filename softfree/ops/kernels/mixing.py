@@ -322,13 +322,13 @@ def triangle(m, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def mixing_kernel(
-    p_l, p_landmark_mask, p_parts, p_inverse, p_w, p_scratch,
+    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_scratch,
     heads, m, d, d_v, parts, scale, iterations, ridge,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     PANEL: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
-    HALVING: tl.constexpr, HALVES: tl.constexpr, FLOAT32: tl.constexpr,
+    HALVING: tl.constexpr, HALVES: tl.constexpr, KEEP: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse and W = Y' U.
+    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, W = Y' U and, to KEEP it, U.
 
     ``PANEL`` is 0 where the inverse fits the registers; else p_scratch has three matrices (M, M) a head.
     """
@@ -351,6 +351,8 @@ def mixing_kernel(
     store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
     p_parts += head * parts * m * d_v
     b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
+    if KEEP:
+        store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
     b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
 

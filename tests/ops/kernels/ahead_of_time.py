@@ -148,8 +148,8 @@ def main(settings: dict) -> None:
     k = q.clone() if cross else None
     masks = (torch.ones(2, n, dtype=torch.bool), torch.ones(2, m, dtype=torch.bool))
     masks = masks if masked else (None, None)
-    _, inverse = launch.forward(q, k, v, landmarks, *masks, 0.2, True, 20, "halving", 0.0)
-    launch.backward(v, q, k, v, landmarks, *masks, inverse, 0.2, True)
+    _, *kept = launch.forward(q, k, v, landmarks, *masks, 0.2, True, 20, "halving", 0.0)
+    launch.backward(v, q, k, v, landmarks, *masks, *kept, 0.2, True)
 
 
 if __name__ == "__main__":
