@@ -214,8 +214,9 @@ def measure(
         macs = try_count_macs(network, settings.img_size)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        given = "".join(f" with {key}={value}" for key, value in options.items())
         raise ValueError(
-            f"{name} can't take images of {settings.img_size} x {settings.img_size}: {reason}"
+            f"{name}{given} can't take images of {settings.img_size} x {settings.img_size}: {reason}"
         ) from error
     row = Throughput(name, count_parameters(network), macs)
     # Inference last: folding changes the model.

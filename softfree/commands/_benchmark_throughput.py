@@ -31,6 +31,7 @@ from softfree.commands._benchmark_model import (
     relate,
 )
 from softfree.commands.demo import choose_device
+from softfree.training.classification import parse_model_kwargs
 
 # As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
 ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "soft", "softpp")
@@ -39,6 +40,7 @@ ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "soft", "sof
 def throughput(
     attentions: tuple[str, ...] = ATTENTIONS,
     model: str = "softpp_tiny",
+    model_kwargs: tuple[str, ...] = (),
     batch_size: int | None = None,
     img_size: int = 224,
     amp_dtype: str = "auto",
@@ -58,6 +60,9 @@ def throughput(
         attentions: among softmax, linformer, performer, nystromformer, soft, softpp; ratios are to the
             first.
         model: one of our backbones, whose attention is replaced.
+        model_kwargs: further arguments of every backbone, such as landmarks=conv:49 for at most 49
+            landmarks at any size; otherwise their number grows with the image, and an inverse's cost with its
+            third power.
         batch_size: images at a time; otherwise 4 on a CPU, 256 on a GPU.
         img_size: side of the square images.
         amp_dtype: autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU.
@@ -85,6 +90,9 @@ def throughput(
     check_output("--plot", plot)
     if plot is not None:
         check_plot(plot)
+    kwargs = parse_model_kwargs(model_kwargs)
+    if "attention" in kwargs:
+        raise ValueError("--model-kwargs can't have attention=...: --attentions names them")
     settings = Settings(
         batch, img_size, amp, "adamw", channels_last, torchcompile, False, cuda_graph
     )
@@ -101,6 +109,7 @@ def throughput(
                 where,
                 seconds,
                 lambda text, name=name: report(f"{name} in {text}"),  # type: ignore[misc]
+                **kwargs,
                 attention=name,
             )
             rows.append(dataclasses.replace(row, model=name))
@@ -112,7 +121,7 @@ def throughput(
     console.print(f"[bold]Attentions in {model}[/]")
     print_rows(console, rows, settings, "both", measured_in, where)
     if csv is not None:
-        extra = dataclasses.asdict(settings)
+        extra = {"model_kwargs": " ".join(model_kwargs), **dataclasses.asdict(settings)}
         plain = [dataclasses.asdict(row) for row in rows]
         named = [{"attention": row.pop("model"), "model": model, **row, **extra} for row in plain]
         write_csv(csv, named, measured_in)

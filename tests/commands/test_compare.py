@@ -174,11 +174,13 @@ def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
     files = ["--csv", str(tmp_path / "table.csv"), "--plot", str(tmp_path / "table.png")]
     options = ["--device", "cpu", "--img-size", "32", "--batch-size", "2", "--seconds", "0.001"]
     names = ["--attentions", "softmax", "softpp", "--channels-last"]
+    names += ["--model-kwargs", "landmarks=conv:4"]
     assert benchmark.main(["throughput", *options, *names, *files]) == 0
     said = capsys.readouterr().out
     assert "Attentions in softpp_tiny" in said and "channels last" in said
     rows = read(tmp_path / "table.csv")
     assert rows[0]["channels_last"] == "True"
+    assert rows[0]["model_kwargs"] == "landmarks=conv:4"
     assert [(row["attention"], row["model"]) for row in rows] == [
         ("softmax", "softpp_tiny"),
         ("softpp", "softpp_tiny"),
@@ -197,6 +199,8 @@ def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
         (["memory", "--heads", "0"], "--heads must be above 0"),
         (["throughput", "--attentions", "reformer"], "--attentions must be one of softmax"),
         (["throughput", "--model", "resnet18"], "--model must be one of `softfree models`"),
+        (["throughput", "--model-kwargs", "attention=soft"], "--attentions names them"),
+        (["throughput", "--model-kwargs", "depth=1"], "with depth=1 .*unexpected keyword"),
     ],
 )
 def test_mistakes_in_the_benchmarks_are_named(options, message, capsys):
