@@ -60,10 +60,12 @@ def image_attention(
         (batch, n, channels)
     """
     dtype = _dtype(x)
+    trained = (x, qv_weight, landmark_weight, value_weight, proj_weight)
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
     return FORWARD(
         x.to(dtype), qv_weight.to(dtype), qv_bias, landmark_weight, norm_weight, norm_bias,
         value_weight, proj_weight.to(dtype), proj_bias, *grid, *size,
-        eps, normalize, iterations, start, ridge,
+        eps, normalize, iterations, start, ridge, keep,
     )[0]  # fmt: skip
 
 
@@ -107,8 +109,9 @@ def _forward(
     iterations: int,
     start: str,
     ridge: float,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result, and what its gradient needs: qv, the attention, window products, the inverse and U."""
+    """The result and, to ``keep``, what its gradient needs: qv, the attention, window products, inverse, U."""
     from softfree.ops.kernels import launch
 
     n = x.shape[1]
@@ -126,20 +129,25 @@ def _forward(
         value_conv.convolve(values[:, before_image:], value_weight, image, image, height, width)
         if before_image:
             out[:, :before_image] += values[:, :before_image]
-        return _linear(out, proj_weight, proj_bias), qv, out, products, inverse, u
+        if keep:
+            return _linear(out, proj_weight, proj_bias), qv, out, products, inverse, u
+        del qv, q, v, values, image, by_head  # their memory is free for the result
+        return _linear(out, proj_weight, proj_bias), *_nothing(x)
 
 
 def _fake(
     x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-    proj_bias, rows, columns, height, width, eps, normalize, iterations, start, ridge,
+    proj_bias, rows, columns, height, width, eps, normalize, iterations, start, ridge, keep,
 ):  # fmt: skip
+    result = x.new_empty(*x.shape[:2], proj_weight.shape[0])
+    if not keep:
+        return result, *_nothing(x)
     qv = x.new_empty(*x.shape[:2], qv_weight.shape[0])
     q, v = _split(qv, value_weight)
     products = window_product._empty_result(q, landmark_weight, rows, columns)
     out, inverse, u = attention._fake(
         q, None, v, products, None, None, 1.0, normalize, iterations, start, ridge, "triton"
     )
-    result = x.new_empty(*x.shape[:2], proj_weight.shape[0])
     return result, qv, _merge(out), products, inverse, u
 
 
@@ -236,7 +244,7 @@ def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _gradient(ctx: Any, grad, *_):
     if grad is None:
-        return (None,) * 18
+        return (None,) * 19
     x, qv_weight, qv_bias, landmark_weight, grad_norm, value_weight, proj_weight, proj_bias = (
         BACKWARD(grad, *ctx.saved_tensors, *ctx.settings)
     )
@@ -247,7 +255,7 @@ def _gradient(ctx: Any, grad, *_):
     norm_weight, norm_bias = grad_norm.unbind()
     return (
         x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-        proj_bias, *(None,) * 9,
+        proj_bias, *(None,) * 10,
     )  # fmt: skip
 
 
@@ -272,6 +280,12 @@ def _flops(
     return projections + products + convolution + attention._attention_flops(
         q_shape, None, q_shape, landmarks_shape, None, None, 1.0, normalize, iterations
     )  # fmt: skip
+
+
+def _nothing(like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """In the place of what is kept for the gradient."""
+    a, b, c, d, e = (like.new_empty(0) for _ in range(5))
+    return a, b, c, d, e
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -44,6 +44,8 @@ def errors(case: tuple) -> dict[str, float]:
     grad = torch.randn_like(x)
     image_attention.fits = lambda x, weight: x.dtype == torch.float16
     found = gradients(layer, x.requires_grad_(), size, grad)
+    with torch.no_grad():
+        assert torch.equal(layer(x, size), found["out"])
     wide = x.detach().double().requires_grad_()
     wanted = gradients(layer.double(), wide, size, grad)
     return {
@@ -58,7 +60,7 @@ def main() -> None:
         (2, 30, 32), (64, 32), (64,), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3), (32, 32), (32,)
     )  # fmt: skip
     inputs = [torch.randn(shape).half().requires_grad_() for shape in shapes]
-    settings = (6, 5, 6, 5, 1e-5, True, 20, "halving", 0.0)
+    settings = (6, 5, 6, 5, 1e-5, True, 20, "halving", 0.0, True)
     torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, *settings))
     torch.empty = poisoned(torch.empty)
     torch.empty_like = poisoned(torch.empty_like)
