@@ -9,6 +9,7 @@ size of the test pictures; attention_bfloat16.png, what `softfree benchmark atte
 import csv
 from math import sqrt
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -40,6 +41,17 @@ def read(what: str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+def average(rows: list[Row]) -> list[Row]:
+    """One row of a run, size and kind of landmarks: its first seed's, with the mean of all seeds' accuracy."""
+    seeds: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        seeds.setdefault((row["run"], row["img_size"], row["landmarks"]), []).append(row)
+    return [
+        {**group[0], "top1": str(fmean(float(row["top1"]) for row in group))}
+        for group in seeds.values()
+    ]
+
+
 def draw_speed(axes: Axes, accuracies: list[Row], speeds: dict[str, Row]) -> None:
     """Top-1 against training images a second, with the memory of training in words.
 
@@ -54,14 +66,14 @@ def draw_speed(axes: Axes, accuracies: list[Row], speeds: dict[str, Row]) -> Non
         error = sqrt(top1 * (100 - top1) / TEST_PICTURES)
         axes.errorbar(speed, top1, error, fmt="o", ms=9, capsize=4, color=COLOURS[attention])
         memory = float(speeds[attention]["train_peak_gib"])
-        # The fastest two may lie side by side: their labels go to the left and to the right.
-        right = number != len(points) - 2
+        # Two may lie side by side: the labels go to the left and to the right.
+        beside = number + 1 < len(points) and points[number + 1][0] < 1.05 * speed
         axes.annotate(
             f"{NAMES[attention]}\n{top1:.1f}%, {memory:.1f} GiB",
             (speed, top1),
-            xytext=(10 if right else -10, 0),
+            xytext=(-10 if beside else 10, 0),
             textcoords="offset points",
-            ha="left" if right else "right",
+            ha="right" if beside else "left",
             va="center",
             fontsize=9,
         )
@@ -120,7 +132,7 @@ def main() -> None:
     draw_times()
     speeds = {row["attention"]: row for row in read("throughput_224")}
     # A run of the pyramid whose speed was measured has the name of its attention.
-    accuracies = [row for row in read("tiny_imagenet") if row["run"] in speeds]
+    accuracies = average([row for row in read("tiny_imagenet") if row["run"] in speeds])
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_speed(left, accuracies, speeds)
@@ -129,7 +141,7 @@ def main() -> None:
         axes.grid(alpha=0.3)
     first = accuracies[0]
     figure.suptitle(
-        f"Attentions in {first['model']}, Tiny-ImageNet-100, {first['epochs']} epochs, one seed; "
+        f"Attentions in {first['model']}, Tiny-ImageNet-100, {first['epochs']} epochs\nmean of two seeds (Linformer: one); "
         f"{first['device']}, {first['date']}"
     )
     output = RESULTS / f"{PREFIX}_accuracy.png"

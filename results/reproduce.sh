@@ -129,7 +129,7 @@ speed() {
   # shellcheck disable=SC2086
   $SOFTFREE benchmark model swin_tiny_patch4_window7_224 softpp_small $compiled $GRAPH --csv "$OUT/model_small.csv"
   $SOFTFREE benchmark throughput --attentions softmax softpp --img-size 1024 --batch-size 16 --channels-last $GRAPH \
-    --csv "$OUT/throughput_1024.csv"
+    --model-kwargs landmarks=conv:49 --csv "$OUT/throughput_1024.csv"
   $SOFTFREE benchmark memory --csv "$OUT/memory.csv" --plot "$OUT/memory.png"
   $SOFTFREE benchmark detector softpp_small swin_tiny_patch4_window7_224 resnet50 --landmarks conv:49 conv \
     --model-kwargs drop_path_rate=0 --channels-last $GRAPH --csv "$OUT/detector.csv"
