@@ -163,7 +163,6 @@ class SoftAttention(nn.Module):
             and is_plain(self.qv, nn.Linear)
             and is_plain(conv, ValueConv)
             and is_plain(sampler, ConvLandmarks)
-            and sampler.count is None
             and is_plain(sampler.norm, nn.LayerNorm)
             and is_plain(self.proj, nn.Linear)
             # It computes every gradient; those of frozen weights would be for nothing.
@@ -176,7 +175,7 @@ class SoftAttention(nn.Module):
     def _attend_at_once(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         sampler: Any = self.sampler
         conv: Any = self.value_conv
-        _, grid, window = sampler.layout(x.shape[1], size)
+        grid, window, pooling = sampler.windows_and_pooling(x.shape[1], size, x.device)
         return image_attention.image_attention(
             x,
             self.qv.weight,
@@ -187,6 +186,7 @@ class SoftAttention(nn.Module):
             conv.weight,
             self.proj.weight,
             self.proj.bias,
+            pooling,
             grid,
             size,
             eps=sampler.norm.eps,

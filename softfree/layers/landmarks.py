@@ -10,6 +10,7 @@ and gives landmarks (batch, heads, m, head_dim) with a mask (batch, m), or None 
 Tokens before the ``H * W`` image tokens (a class token) are prefix tokens.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -129,6 +130,22 @@ class _WindowLandmarks(nn.Module):
             # A sequence; or each token is a window, wherever it stands, prefix tokens included.
             return 0, (1, tokens), (1, self.stride)
         return tokens - size[0] * size[1], size, (self.stride, self.stride)
+
+    def windows_and_pooling(
+        self, tokens: int, size: tuple[int, int], device: torch.device
+    ) -> tuple[tuple[int, int], tuple[int, int], Tensor | None]:
+        """The grid of the last tokens, a window of it, and the matrix (landmarks, windows) that pools them.
+
+        None in its place: there are no more windows than landmarks.
+        """
+        prefix, grid, window = self.layout(tokens, size)
+        if self.count is None:
+            return grid, window, None
+        single = prefix if self.stride == 1 else 0
+        make = pooling_matrix.__wrapped__ if torch.compiler.is_compiling() else pooling_matrix
+        pooling = make(single, window_grid(grid, window), self.count, device)
+        # Where each token is a window, prefix tokens are the first windows.
+        return ((1, tokens) if self.stride == 1 else grid), window, pooling
 
     def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
         prefix, grid, window = self.layout(q.shape[2], size)
@@ -336,15 +353,44 @@ def _smaller(a: int, b: int) -> int:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
 
 
+@functools.lru_cache(maxsize=64)
+def pooling_matrix(
+    single: int, grid: tuple[int, int], count: int, device: torch.device
+) -> Tensor | None:
+    """What :func:`_pool` does to a grid of landmarks, after ``single`` ones that stay, as a matrix.
+
+    (landmarks, windows), float32; None if there are few enough.
+
+    Example:
+        >>> pooling_matrix(0, (2, 4), 4, torch.device("cpu"))
+        tensor([[0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.0000],
+                [0.0000, 0.0000, 0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000],
+                [0.0000, 0.0000, 0.0000, 0.0000, 0.5000, 0.5000, 0.0000, 0.0000],
+                [0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.5000, 0.5000]])
+    """
+    target = _target(grid, count)
+    if target == grid:
+        return None
+    with torch.inference_mode(False):  # what is kept here may serve in training later
+        like = torch.empty(0, device=device)
+        sides = (_pooling_matrix(side, bins, like) for side, bins in zip(grid, target, strict=True))
+        return torch.block_diag(torch.eye(single, device=device), torch.kron(*sides))
+
+
+def _target(grid: tuple[int, int], count: int) -> tuple[int, int]:
+    """Sides of the grid to which at most ``count`` landmarks are pooled."""
+    rows, columns = grid
+    down, across = (1, count) if rows == 1 else (math.isqrt(count), count // math.isqrt(count))
+    return min(rows, down), min(columns, across)
+
+
 def _pool(landmarks: Tensor, mask: Tensor | None, grid: tuple[int, int], count: int) -> Sampled:
     """Adaptive average pooling of a grid of landmarks to at most ``count``, masked ones left out."""
     rows, columns = grid
     known = isinstance(rows, int) and isinstance(columns, int)
     target = (math.isqrt(count), count // math.isqrt(count))
     if known:
-        if rows == 1:
-            target = (1, count)
-        target = (min(rows, target[0]), min(columns, target[1]))
+        target = _target(grid, count)
         if target == grid:
             return landmarks, mask
         if rows == 1 and mask is not None:

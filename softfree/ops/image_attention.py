@@ -34,6 +34,7 @@ def image_attention(
     value_weight: Tensor,
     proj_weight: Tensor,
     proj_bias: Tensor | None,
+    pooling: Tensor | None,
     grid: tuple[int, int],
     size: tuple[int, int],
     *,
@@ -43,7 +44,7 @@ def image_attention(
     start: str,
     ridge: float,
 ) -> Tensor:
-    """``proj(soft_attention(q, v, landmarks) + value_conv(v))``, ``q, v = qv(x)``.
+    """``proj(share * soft_attention(q, v, landmarks) + value_conv(v))``, ``q, v = qv(x)``.
 
     Args:
         x: (batch, n, channels); see :func:`fits`.
@@ -52,6 +53,8 @@ def image_attention(
         norm_weight, norm_bias, eps: of the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
         value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`.
         proj_weight, proj_bias: of the projection of the result.
+        pooling: (landmarks, windows), by which windows' landmarks are averaged; ``share`` is landmarks over
+            windows. None: each window has its landmark.
         grid: (rows, columns) of the tokens that landmarks are made of: the last ones.
         size: (H, W) of those that the values' convolution sees, the last ones; others pass unchanged.
         normalize, iterations, start, ridge: see :func:`softfree.soft_attention`.
@@ -64,7 +67,7 @@ def image_attention(
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
     return FORWARD(
         x.to(dtype), qv_weight.to(dtype), qv_bias, landmark_weight, norm_weight, norm_bias,
-        value_weight, proj_weight.to(dtype), proj_bias, *grid, *size,
+        value_weight, proj_weight.to(dtype), proj_bias, pooling, *grid, *size,
         eps, normalize, iterations, start, ridge, keep,
     )[0]  # fmt: skip
 
@@ -100,6 +103,7 @@ def _forward(
     value_weight: Tensor,
     proj_weight: Tensor,
     proj_bias: Tensor | None,
+    pooling: Tensor | None,
     rows: int,
     columns: int,
     height: int,
@@ -120,15 +124,18 @@ def _forward(
         qv = _linear(x.contiguous(), qv_weight, qv_bias)
         q, v = _split(qv, value_weight)
         products = window_product._forward(q[:, :, before_grid:], landmark_weight, rows, columns)
-        landmarks = _landmarks(products, norm_weight, norm_bias, eps)
+        landmarks = _landmarks(products, norm_weight, norm_bias, pooling, eps)
         by_head, inverse, u = launch.forward(
             q, None, v, landmarks, None, None, _scale(q), normalize, iterations, start, ridge
         )
         out, values = _merge(by_head), _merge(v)
         image = out[:, before_image:]
-        value_conv.convolve(values[:, before_image:], value_weight, image, image, height, width)
+        share = _share(pooling)
+        value_conv.convolve(
+            values[:, before_image:], value_weight, image, image, height, width, base_scale=share
+        )
         if before_image:
-            out[:, :before_image] += values[:, :before_image]
+            out[:, :before_image].mul_(share).add_(values[:, :before_image])
         if keep:
             return _linear(out, proj_weight, proj_bias), qv, out, products, inverse, u
         del qv, q, v, values, image, by_head  # their memory is free for the result
@@ -137,7 +144,7 @@ def _forward(
 
 def _fake(
     x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-    proj_bias, rows, columns, height, width, eps, normalize, iterations, start, ridge, keep,
+    proj_bias, pooling, rows, columns, height, width, eps, normalize, iterations, start, ridge, keep,
 ):  # fmt: skip
     result = x.new_empty(*x.shape[:2], proj_weight.shape[0])
     if not keep:
@@ -145,8 +152,9 @@ def _fake(
     qv = x.new_empty(*x.shape[:2], qv_weight.shape[0])
     q, v = _split(qv, value_weight)
     products = window_product._empty_result(q, landmark_weight, rows, columns)
+    landmarks = products if pooling is None else products[:, :, : pooling.shape[0]]
     out, inverse, u = attention._fake(
-        q, None, v, products, None, None, 1.0, normalize, iterations, start, ridge, "triton"
+        q, None, v, landmarks, None, None, 1.0, normalize, iterations, start, ridge, "triton"
     )
     return result, qv, _merge(out), products, inverse, u
 
@@ -160,6 +168,7 @@ def _backward(
     norm_bias: Tensor,
     value_weight: Tensor,
     proj_weight: Tensor,
+    pooling: Tensor | None,
     qv: Tensor,
     out: Tensor,
     products: Tensor,
@@ -182,26 +191,31 @@ def _backward(
     before_grid, before_image = n - rows * columns, n - height * width
     with torch.autocast(x.device.type, enabled=False), full_precision(x.device), on(x.device):
         grad_out, grad_proj_weight, grad_proj_bias = _linear_backward(grad, out, proj_weight)
-        landmarks = _landmarks(products, norm_weight, norm_bias, eps)
+        landmarks = _landmarks(products, norm_weight, norm_bias, pooling, eps)
         by_head = grad_out.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
         *_, grad_landmarks = launch.backward(
             by_head, q, None, v, landmarks, None, None, inverse, u, _scale(q), normalize,
             into=(grad_q, grad_v),
         )  # fmt: skip
+        share = _share(pooling)
+        if pooling is not None:
+            grad_landmarks = pooling.T.to(landmarks.dtype) @ grad_landmarks.mul_(share)
         grad_products, grad_norm = norm.landmark_backward(
             grad_landmarks, products, norm_weight, norm_bias, q.shape[3] ** -0.25, eps
         )
         grad_landmark_weight = window_product.write_gradient(
             grad_products, q[:, :, before_grid:], landmark_weight, rows, columns,
-            grad_q[:, :, before_grid:], add=True,
+            grad_q[:, :, before_grid:], kept=share,
         )  # fmt: skip
+        if before_grid:
+            grad_q[:, :, :before_grid].mul_(share)
         values, grad_values = _merge(v), _merge(grad_v)
         grad_value_weight = value_conv.write_gradient(
             grad_out[:, before_image:], values[:, before_image:], value_weight, height, width,
-            grad_values[:, before_image:], add=True,
+            grad_values[:, before_image:], kept=share,
         )  # fmt: skip
         if before_image:
-            grad_values[:, :before_image] += grad_out[:, :before_image]
+            grad_values[:, :before_image].mul_(share).add_(grad_out[:, :before_image])
         return (
             *_linear_backward(grad_qv, x, qv_weight),
             grad_landmark_weight,
@@ -214,7 +228,7 @@ def _backward(
 
 def _fake_backward(
     grad, x, qv_weight, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-    qv, out, products, inverse, u, rows, columns, height, width, eps, normalize,
+    pooling, qv, out, products, inverse, u, rows, columns, height, width, eps, normalize,
 ):  # fmt: skip
     def like(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -235,16 +249,16 @@ def _fake_backward(
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, qv_weight, qv_bias, *middle, proj_weight, proj_bias = inputs[:9]
-    ctx.save_for_backward(x, qv_weight, *middle, proj_weight, *output[1:])
-    ctx.settings = inputs[9:15]
+    x, qv_weight, qv_bias, *middle, proj_weight, proj_bias, pooling = inputs[:10]
+    ctx.save_for_backward(x, qv_weight, *middle, proj_weight, pooling, *output[1:])
+    ctx.settings = inputs[10:16]
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (qv_bias, proj_bias)]
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, grad, *_):
     if grad is None:
-        return (None,) * 19
+        return (None,) * 20
     x, qv_weight, qv_bias, landmark_weight, grad_norm, value_weight, proj_weight, proj_bias = (
         BACKWARD(grad, *ctx.saved_tensors, *ctx.settings)
     )
@@ -255,7 +269,7 @@ def _gradient(ctx: Any, grad, *_):
     norm_weight, norm_bias = grad_norm.unbind()
     return (
         x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-        proj_bias, *(None,) * 10,
+        proj_bias, *(None,) * 11,
     )  # fmt: skip
 
 
@@ -266,7 +280,7 @@ FORWARD = register("image_attention", _forward, _fake, _setup, _gradient)
 @register_flop_formula(torch.ops.softfree.image_attention)
 def _flops(
     x_shape, qv_shape, _qv_bias, landmark_shape, _weight, _bias, value_shape, proj_shape, _proj_bias,
-    rows, columns, height, width, _eps, normalize, iterations, *_, **__,
+    pooling_shape, rows, columns, height, width, _eps, normalize, iterations, *_, **__,
 ) -> int:  # fmt: skip
     """Of its parts, each multiply-add counted twice."""
     batch, n, channels = x_shape
@@ -274,7 +288,8 @@ def _flops(
     q_shape = (batch, heads, n, channels // heads)
     products = window_product._flops(q_shape, landmark_shape, rows, columns)
     down, across = window_product.window_grid((rows, columns), landmark_shape[2:])
-    landmarks_shape = (batch, heads, down * across, q_shape[3])
+    landmarks = down * across if pooling_shape is None else pooling_shape[0]
+    landmarks_shape = (batch, heads, landmarks, q_shape[3])
     convolution = 2 * batch * height * width * channels * value_shape[-1] ** 2
     projections = 2 * batch * n * channels * (qv_shape[0] + proj_shape[0])
     return projections + products + convolution + attention._attention_flops(
@@ -311,8 +326,16 @@ def _merge(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).flatten(2)
 
 
-def _landmarks(products: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return norm.landmark_forward(products, weight, bias, products.shape[3] ** -0.25, eps)
+def _landmarks(
+    products: Tensor, weight: Tensor, bias: Tensor, pooling: Tensor | None, eps: float
+) -> Tensor:
+    landmarks = norm.landmark_forward(products, weight, bias, products.shape[3] ** -0.25, eps)
+    return landmarks if pooling is None else pooling.to(landmarks.dtype) @ landmarks
+
+
+def _share(pooling: Tensor | None) -> float:
+    """Landmarks over windows, see :func:`softfree.layers.landmarks.pooled_share`."""
+    return 1.0 if pooling is None else pooling.shape[0] / pooling.shape[1]
 
 
 def _scale(q: Tensor) -> float:

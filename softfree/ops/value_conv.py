@@ -82,15 +82,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     grad_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     with on(v.device):
-        return grad_v, write_gradient(grad, v, weight, height, width, grad_v, add=False)
+        return grad_v, write_gradient(grad, v, weight, height, width, grad_v)
 
 
 def write_gradient(
-    grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int, grad_v: Tensor, *, add: bool
+    grad: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    height: int,
+    width: int,
+    grad_v: Tensor,
+    kept: float = 0.0,
 ) -> Tensor:
-    """Write the gradient of ``v`` into ``grad_v``, or add it to what is there; return the weight's."""
+    """Write the gradient of ``v`` plus ``kept`` times what is there into ``grad_v``; return the weight's."""
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
-    convolve(grad, weight, grad_v if add else None, grad_v, height, width, flip=True)
+    base = grad_v if kept else None
+    convolve(grad, weight, base, grad_v, height, width, base_scale=kept, flip=True)
     return _weight_gradient(grad, v, weight, height, width)
 
 
@@ -123,9 +130,13 @@ def convolve(
     height: int,
     width: int,
     *,
+    base_scale: float = 1.0,
     flip: bool = False,
 ) -> None:
-    """Write ``out``, which may be ``base``: what the convolution is added to. ``flip`` turns the filters."""
+    """Write ``base_scale * base`` plus the convolution into ``out``, which may be ``base`` itself.
+
+    ``flip`` turns the filters by 180 degrees.
+    """
     from softfree.ops.kernels.launch import AMPERE
     from softfree.ops.kernels.value_conv import value_band_kernel, value_conv_kernel
 
@@ -143,7 +154,7 @@ def convolve(
     )
     value_conv_kernel[(v.shape[0] * heads * tiles_y * tiles_x,)](
         v, band, added, out, heads, height, width, v.shape[2] // heads,
-        tiles_y, tiles_x, *v.stride()[:2], *added.stride()[:2], *out.stride()[:2],
+        tiles_y, tiles_x, *v.stride()[:2], *added.stride()[:2], *out.stride()[:2], base_scale,
         KERNEL=kernel, HAS_BASE=base is not None, **blocks, num_warps=4, **AMPERE,
     )  # fmt: skip
 

@@ -141,17 +141,23 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     grad_q = token_tensor(q, q.shape[3])
     with on(q.device):
-        return grad_q, write_gradient(grad, q, weight, height, width, grad_q, add=False)
+        return grad_q, write_gradient(grad, q, weight, height, width, grad_q)
 
 
 def write_gradient(
-    grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int, grad_q: Tensor, *, add: bool
+    grad: Tensor,
+    q: Tensor,
+    weight: Tensor,
+    height: int,
+    width: int,
+    grad_q: Tensor,
+    kept: float = 0.0,
 ) -> Tensor:
-    """Write the gradient of ``q`` into ``grad_q``, or add it to what is there; return the weight's."""
+    """Write the gradient of ``q`` plus ``kept`` times what is there into ``grad_q``; return the weight's."""
     if grad.numel() == 0:
         return torch.zeros_like(weight, memory_format=torch.contiguous_format)
     grad = grad.contiguous()
-    _token_gradient(grad, weight, height, width, grad_q, add=add)
+    _token_gradient(grad, weight, height, width, grad_q, kept)
     return _weight_gradient(grad, q, weight, height, width)
 
 
@@ -162,14 +168,14 @@ def _fake_backward(grad, q, weight, height, width):
 
 
 def _token_gradient(
-    grad: Tensor, weight: Tensor, height: int, width: int, grad_q: Tensor, *, add: bool
+    grad: Tensor, weight: Tensor, height: int, width: int, grad_q: Tensor, kept: float
 ) -> None:
     from softfree.ops.kernels.window_product import window_product_token_kernel
 
     tile = _tile("tokens", grad, weight)
     window_product_token_kernel[(_tiles(grad, tile),)](
         grad, _matrices(weight, grad_q), grad_q, *_sizes(grad, weight, height, width),
-        *grad_q.stride()[:3], ADD=add, **_options(tile, grad_q, weight),
+        *grad_q.stride()[:3], kept, ADD=kept != 0, **_options(tile, grad_q, weight),
     )  # fmt: skip
 
 

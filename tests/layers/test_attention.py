@@ -332,7 +332,7 @@ def test_all_between_the_projections_is_one_operator_where_nothing_needs_its_par
     assert is_one(backend="triton", normalize=False)
     assert not is_one(backend="torch")
     assert not is_one(value_conv=0)
-    assert not is_one(landmarks="conv:4")
+    assert is_one(landmarks="conv:4")
     assert not is_one(landmarks="average")
     assert not is_one(lambda layer: layer.sampler.register_forward_hook(print))
     assert not is_one(lambda layer: layer.value_conv.register_forward_hook(print))

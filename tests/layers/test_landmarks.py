@@ -112,6 +112,30 @@ def test_there_are_never_more_landmarks_than_the_count(size, sampler):
     assert 1 <= landmarks.shape[2] <= 7
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "prefix"),
+    [((14, 20), 2, 0), ((9, 7), 1, 1), ((1, 40), 4, 0), ((4, 4), 4, 2)],
+)
+def test_pooling_is_a_product_with_one_matrix(size, stride, prefix):
+    sampler = AverageLandmarks(stride, count=12)
+    tokens = prefix + size[0] * size[1]
+    q = torch.randn(2, 3, tokens, 8)
+    grid, window, pooling = sampler.windows_and_pooling(tokens, size, q.device)
+    every_window = sampler.reduce(q[:, :, tokens - grid[0] * grid[1] :], None, grid, window)
+    found = every_window if pooling is None else pooling @ every_window
+    torch.testing.assert_close(found, sampler(q, size)[0])
+
+
+def test_a_pooling_matrix_made_in_inference_serves_in_training():
+    sampler = AverageLandmarks(1, count=4)
+    with torch.inference_mode():
+        sampler.windows_and_pooling(31 * 17, (31, 17), torch.device("cpu"))
+    _, _, pooling = sampler.windows_and_pooling(31 * 17, (31, 17), torch.device("cpu"))
+    tokens = torch.randn(31 * 17, 2, requires_grad=True)
+    (pooling @ tokens).sum().backward()
+    assert tokens.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_conv_landmarks_are_convolution_norm_and_gelu_per_head(size, stride):

@@ -52,13 +52,13 @@ def value_band_kernel(p_w, p_band, KERNEL: tl.constexpr, FLIP: tl.constexpr, BLO
 @triton.jit
 def value_conv_kernel(
     p_v, p_band, p_base, p_out, heads, height, width, channels, tiles_y, tiles_x,
-    v_batch, v_token, base_batch, base_token, out_batch, out_token,
+    v_batch, v_token, base_batch, base_token, out_batch, out_token, base_scale,
     KERNEL: tl.constexpr, HAS_BASE: tl.constexpr,
     BLOCK_X: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads * tiles_y * tiles_x,). Writes ROWS image rows of at most X - KERNEL + 1 columns.
 
-    With ``HAS_BASE`` the convolution is added to p_base.
+    With ``HAS_BASE`` the convolution is added to base_scale times p_base.
     """
     program = tl.program_id(0)
     tile = program % (tiles_y * tiles_x)
@@ -88,7 +88,9 @@ def value_conv_kernel(
     mask = inside[:, None] & ((y < height) & (c < channels))[None, :]
     token = (y[None, :] * width + x[:, None]).to(tl.int64)
     if HAS_BASE:
-        b_out += tl.load(p_base + token * base_token + c[None, :], mask=mask, other=0.0)
+        b_out += base_scale * tl.load(
+            p_base + token * base_token + c[None, :], mask=mask, other=0.0
+        )
     p_tile = p_out + token * out_token + c[None, :]
     tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=mask)
 

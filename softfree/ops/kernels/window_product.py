@@ -82,13 +82,13 @@ def window_product_kernel(
 @triton.jit
 def window_product_token_kernel(
     p_g, p_w, p_dq, windows, rows, columns, heads, height, width, channels, width_out,
-    q_batch, q_head, q_token,
+    q_batch, q_head, q_token, scale,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, WINDOWS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_O: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of windows,). Writes the tokens' gradient, ``dq[w, t] = g[w] W[t]^T``.
 
-    With ``ADD`` it is added to what p_dq has.
+    With ``ADD`` it is added to scale times what p_dq has.
     """
     first_window = tl.program_id(0) * WINDOWS
     b_g = gradient_tile(p_g, first_window, windows, width_out, WINDOWS, BLOCK_O)
@@ -102,7 +102,7 @@ def window_product_token_kernel(
             q_batch, q_head, q_token, DOWN, ACROSS, WINDOWS, TOKENS, BLOCK_D,
         )  # fmt: skip
         if ADD:
-            b_dq += tl.load(p_dq + places, mask=exists, other=0.0)
+            b_dq += scale * tl.load(p_dq + places, mask=exists, other=0.0)
         tl.store(p_dq + places, b_dq.to(p_dq.dtype.element_ty), mask=exists)
 
 

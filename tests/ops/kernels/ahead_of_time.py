@@ -103,7 +103,7 @@ def compile_window_product(dtype: torch.dtype, stride: int, d: int) -> None:
     q = torch.zeros(2, 2, side * side, d, dtype=dtype)
     weight = torch.zeros(d, d, stride, stride)
     out = window_product._forward(q, weight, side, side)
-    window_product.write_gradient(out, q, weight, side, side, q, add=True)
+    window_product.write_gradient(out, q, weight, side, side, q, kept=1.0)
 
 
 def compile_value_conv(dtype: torch.dtype, kernel: int, side: int, d: int) -> None:

@@ -16,12 +16,17 @@ import softfree
 from softfree.ops import image_attention
 from softfree.ops.kernels import launch
 
-# heads, channels a head, stride, side of the values' convolution, size, tokens before the image, normalize
+# heads, channels a head, stride, side of the values' convolution, size, tokens before the image, normalize,
+# landmarks
 CASES = [
-    (2, 16, 4, 5, (9, 7), 0, True),
-    (3, 8, 2, 3, (4, 6), 0, False),
-    (2, 16, 1, 3, (3, 4), 1, True),
-    (2, 20, 3, 3, (8, 8), 2, True),
+    (2, 16, 4, 5, (9, 7), 0, True, "conv"),
+    (3, 8, 2, 3, (4, 6), 0, False, "conv"),
+    (2, 16, 1, 3, (3, 4), 1, True, "conv"),
+    (2, 20, 3, 3, (8, 8), 2, True, "conv"),
+    (2, 16, 2, 3, (9, 7), 0, True, "conv:9"),
+    (2, 16, 2, 3, (9, 8), 1, False, "conv:6"),
+    (2, 16, 1, 3, (5, 4), 2, True, "conv:6"),
+    (2, 16, 4, 3, (8, 8), 1, True, "conv:49"),
 ]
 
 
@@ -33,9 +38,15 @@ def gradients(layer, x, size, grad):
 
 
 def errors(case: tuple) -> dict[str, float]:
-    heads, d, stride, conv, size, prefix, normalize = case
+    heads, d, stride, conv, size, prefix, normalize, landmarks = case
     layer = softfree.SoftAttention(
-        heads * d, heads, stride=stride, value_conv=conv, normalize=normalize, qv_bias=normalize
+        heads * d,
+        heads,
+        stride=stride,
+        value_conv=conv,
+        normalize=normalize,
+        qv_bias=normalize,
+        landmarks=landmarks,
     )
     torch.nn.init.normal_(layer.sampler.norm.weight, 1, 0.2)
     torch.nn.init.normal_(layer.sampler.norm.bias, 0, 0.2)
@@ -61,7 +72,9 @@ def main() -> None:
     )  # fmt: skip
     inputs = [torch.randn(shape).half().requires_grad_() for shape in shapes]
     settings = (6, 5, 6, 5, 1e-5, True, 20, "halving", 0.0, True)
-    torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, *settings))
+    for pooling in (None, torch.rand(4, 9)):
+        arguments = (*inputs, pooling, *settings)
+        torch.library.opcheck(torch.ops.softfree.image_attention, arguments)
     torch.empty = poisoned(torch.empty)
     torch.empty_like = poisoned(torch.empty_like)
     for case in CASES:

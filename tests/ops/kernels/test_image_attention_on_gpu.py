@@ -9,7 +9,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# batch, heads, channels a head, stride, side of the values' convolution, size, tokens before the image
+# batch, heads, channels a head, stride, side of the values' convolution, size, tokens before the image, landmarks
 CASES = {
     "stage 1": (8, 2, 32, 8, 9, (56, 56), 0),
     "stage 1, large batch": (256, 2, 32, 8, 9, (56, 56), 0),
@@ -19,12 +19,15 @@ CASES = {
     "odd": (3, 3, 20, 3, 5, (29, 31), 2),
     "wide": (2, 2, 64, 4, 3, (27, 30), 0),
     "many landmarks": (2, 2, 32, 2, 3, (32, 32), 0),
+    "stage 1, pooled": (2, 2, 32, 8, 9, (200, 333), 0, "conv:49"),
+    "stage 4, pooled": (2, 16, 32, 1, 3, (25, 42), 1, "conv:49"),
 }
 HALF = (torch.float16, torch.bfloat16)
 
 
 def layer_of(name: str, **options):
-    batch, heads, d, stride, conv, size, prefix = CASES[name]
+    batch, heads, d, stride, conv, size, prefix, *landmarks = CASES[name]
+    options["landmarks"] = landmarks[0] if landmarks else "conv"
     torch.manual_seed(0)
     layer = softfree.SoftAttention(heads * d, heads, stride=stride, value_conv=conv, **options)
     torch.nn.init.normal_(layer.sampler.norm.weight, 1, 0.2)
@@ -92,4 +95,5 @@ def test_operator_is_registered_correctly():
     )  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
     settings = (6, 5, 6, 5, 1e-5, True, 20, "halving", 0.0, True)
-    torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, *settings))
+    for pooling in (None, torch.rand(4, 9, device="cuda")):
+        torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, pooling, *settings))
