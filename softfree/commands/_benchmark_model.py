@@ -214,7 +214,8 @@ def measure(
         macs = try_count_macs(network, settings.img_size)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        given = "".join(f" with {key}={value}" for key, value in options.items())
+        words = ", ".join(f"{key}={value}" for key, value in options.items())
+        given = f" with {words}" if words else ""
         raise ValueError(
             f"{name}{given} can't take images of {settings.img_size} x {settings.img_size}: {reason}"
         ) from error
