@@ -283,18 +283,43 @@ def _flops(
     pooling_shape, rows, columns, height, width, _eps, normalize, iterations, *_, **__,
 ) -> int:  # fmt: skip
     """Of its parts, each multiply-add counted twice."""
+    shapes = (x_shape, qv_shape, landmark_shape, value_shape, proj_shape, pooling_shape)
+    around, q_shape, landmarks_shape = _flops_around(*shapes, rows, columns, height, width)
+    return around + attention._attention_flops(
+        q_shape, None, q_shape, landmarks_shape, None, None, 1.0, normalize, iterations
+    )
+
+
+@register_flop_formula(torch.ops.softfree.image_attention_backward)
+def _backward_flops(
+    _grad, x_shape, qv_shape, landmark_shape, _weight, _bias, value_shape, proj_shape, pooling_shape,
+    _qv, _out, _products, _inverse, _u, rows, columns, height, width, *_, **__,
+) -> int:  # fmt: skip
+    shapes = (x_shape, qv_shape, landmark_shape, value_shape, proj_shape, pooling_shape)
+    around, q_shape, landmarks_shape = _flops_around(*shapes, rows, columns, height, width)
+    return 2 * around + attention._attention_backward_flops(
+        None, q_shape, None, q_shape, landmarks_shape
+    )
+
+
+def _flops_around(
+    x_shape, qv_shape, landmark_shape, value_shape, proj_shape, pooling_shape,
+    rows, columns, height, width,
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """Of projections, convolutions and pooling; shapes of queries and landmarks."""
     batch, n, channels = x_shape
     heads = value_shape[0]
     q_shape = (batch, heads, n, channels // heads)
-    products = window_product._flops(q_shape, landmark_shape, rows, columns)
     down, across = window_product.window_grid((rows, columns), landmark_shape[2:])
-    landmarks = down * across if pooling_shape is None else pooling_shape[0]
-    landmarks_shape = (batch, heads, landmarks, q_shape[3])
+    landmarks, pooled = down * across, 0
+    if pooling_shape is not None:
+        landmarks = pooling_shape[0]
+        pooled = 2 * batch * channels * landmarks * pooling_shape[1]
     convolution = 2 * batch * height * width * channels * value_shape[-1] ** 2
     projections = 2 * batch * n * channels * (qv_shape[0] + proj_shape[0])
-    return projections + products + convolution + attention._attention_flops(
-        q_shape, None, q_shape, landmarks_shape, None, None, 1.0, normalize, iterations
-    )  # fmt: skip
+    products = window_product._flops(q_shape, landmark_shape, rows, columns)
+    around = projections + products + pooled + convolution
+    return around, q_shape, (batch, heads, landmarks, q_shape[3])
 
 
 def _nothing(like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
