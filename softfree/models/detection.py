@@ -13,13 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.retinanet import RetinaNetHead
+from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.models.detection.rpn import RPNHead
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import (
     ExtraFPNBlock,
@@ -67,7 +70,61 @@ class _RetinaNet(_Checkpointing, RetinaNet):
 
 
 class _MaskRCNN(_Checkpointing, MaskRCNN):
-    pass
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        given: Any = self.transform  # type: ignore[has-type]
+        self.transform = _Transform(
+            given.min_size, given.max_size, given.image_mean, given.image_std,
+            given.size_divisible, given.fixed_size,
+        )  # fmt: skip
+
+
+class _Transform(GeneralizedRCNNTransform):
+    """torchvision's, but a picture's masks are placed together: one by one each waits for the GPU several times."""
+
+    def postprocess(
+        self,
+        result: list[dict[str, Tensor]],
+        image_shapes: list[tuple[int, int]],
+        original_image_sizes: list[tuple[int, int]],
+    ) -> list[dict[str, Tensor]]:
+        if self.training:
+            return result
+        masks = [found.pop("masks") for found in result]
+        result = super().postprocess(result, image_shapes, original_image_sizes)
+        for found, small, size in zip(result, masks, original_image_sizes, strict=True):
+            found["masks"] = place_masks(small, found["boxes"], size)
+        return result
+
+
+def place_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
+    """Masks (n, 1, S, S) of boxes (n, 4) in the whole picture, (n, 1, H, W): bilinear inside, 0 outside.
+
+    The result is that of torchvision's ``paste_masks_in_image``. Bilinear interpolation is a product with a
+    matrix on either side, (H, S) and (W, S), so all masks are two batched products.
+
+    Example:
+        >>> import torch
+        >>> place_masks(torch.ones(1, 1, 28, 28), torch.tensor([[2.0, 3.0, 9.0, 8.0]]), (12, 16)).shape
+        torch.Size([1, 1, 12, 16])
+    """
+    masks, scale = expand_masks(masks, padding=1)
+    left, top, right, bottom = expand_boxes(boxes, scale).to(torch.int64).unbind(1)
+    rows = _interpolation(top, bottom, size[0], masks)
+    columns = _interpolation(left, right, size[1], masks)
+    return (rows @ masks[:, 0] @ columns.mT)[:, None]
+
+
+def _interpolation(first: Tensor, last: Tensor, length: int, masks: Tensor) -> Tensor:
+    """Weights of a mask's rows at ``length`` pixels, (n, length, S); it covers the pixels ``first`` to ``last``."""
+    side = masks.shape[-1]
+    pixel = torch.arange(length, device=masks.device)[None, :]
+    covered = (last - first + 1).clamp(min=1)[:, None]
+    place = (pixel - first[:, None] + 0.5) * side / covered - 0.5
+    place = place.clamp(0, side - 1)[..., None].to(masks.dtype)
+    weights = (1 - (place - torch.arange(side, device=masks.device)).abs()).clamp(min=0)
+    inside = (pixel >= first[:, None]) & (pixel <= last[:, None])
+    return weights * inside[..., None]
 
 
 def retinanet(

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from softfree.models.detection import mask_rcnn, retinanet
+from softfree.models.detection import mask_rcnn, place_masks, retinanet
 from tests.models.small import PYRAMID
 
 DETECTORS = [retinanet, mask_rcnn]
@@ -106,3 +107,18 @@ def test_recomputing_the_backbones_activations_changes_no_gradient(create):
     assert len(checkpointed) == 4
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed)
+
+
+@pytest.mark.parametrize("size", [(50, 70), (7, 200)], ids=str)
+def test_masks_are_placed_as_torchvision_places_them(size):
+    torch.manual_seed(0)
+    height, width = size
+    ends = torch.rand(40, 2, 2).sort(1).values * torch.tensor([width, height])
+    boxes = ends.flatten(1)
+    boxes[0] = torch.tensor([0, 0, width, height])  # all of the picture
+    boxes[1] = torch.tensor([3.2, 2.1, 3.3, 2.2])  # less than a pixel
+    boxes[2] = torch.tensor([width - 1, height - 1, width, height])
+    masks = torch.rand(40, 1, 28, 28)
+    found = place_masks(masks, boxes, size)
+    torch.testing.assert_close(found, paste_masks_in_image(masks, boxes, size))
+    assert place_masks(masks[:0], boxes[:0], size).shape == (0, 1, height, width)
