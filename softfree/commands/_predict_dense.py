@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_image
 from torchvision.utils import draw_segmentation_masks
 
-from softfree.data.coco import decode_mask, encode_mask
+from softfree.data.coco import decode_mask, encode_mask, encode_masks
 from softfree.training.classification import Normalize
 from softfree.training.detection import detect, load_detector
 from softfree.training.segmentation import load_segmenter, predict_classes
@@ -70,9 +70,9 @@ class ObjectDetector:
             )
         ]
         if "masks" in found:
-            masks = (found["masks"][sure, 0] > MASK_THRESHOLD).cpu().numpy()
-            for entry, mask in zip(objects, masks, strict=True):
-                entry["mask"] = encode_mask(mask)
+            codes = encode_masks(found["masks"][sure, 0] > MASK_THRESHOLD)
+            for entry, code in zip(objects, codes, strict=True):
+                entry["mask"] = code
         return {"objects": objects}
 
     def cells(self, result: dict[str, Any]) -> Sequence[str]:

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from softfree.data.images import some
 from softfree.data.shapes import CLASSES, SIDE, draw_shapes
@@ -143,7 +145,27 @@ def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 def encode_mask(mask: np.ndarray) -> dict[str, Any]:
     """A mask (height, width) as a compressed run-length code that json can hold."""
-    code = coco_api().mask.encode(np.asfortranarray(mask, dtype=np.uint8))
+    return _plain(coco_api().mask.encode(np.asfortranarray(mask, dtype=np.uint8)))
+
+
+def encode_masks(masks: Tensor) -> list[dict[str, Any]]:
+    """The codes of masks (n, height, width), bool: those of :func:`encode_mask`, in a fraction of the time.
+
+    Codes run down the columns; the masks are turned where they are, on the GPU if that is there.
+
+    Example:
+        >>> import torch
+        >>> [code] = encode_masks(torch.ones(1, 4, 6, dtype=torch.bool))
+        >>> code["size"]
+        [4, 6]
+    """
+    if len(masks) == 0:
+        return []
+    turned = masks.mT.to(torch.uint8).contiguous().cpu().numpy()
+    return [_plain(code) for code in coco_api().mask.encode(turned.transpose(2, 1, 0))]
+
+
+def _plain(code: dict[str, Any]) -> dict[str, Any]:
     counts = code["counts"]
     return dict(
         size=list(map(int, code["size"])),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from softfree.data.coco import Annotations, coco_api, encode_mask
+from softfree.data.coco import Annotations, coco_api, encode_masks
 from softfree.training.distributed import Processes, gather
 
 # Places of the figures in COCO's summary.
@@ -58,9 +58,9 @@ class CocoMetrics:
                 if label > 0
             ]
             if self.masks:
-                masks = (found["masks"][:, 0] > MASK_THRESHOLD).cpu().numpy()
-                for result, mask in zip(results, masks, strict=True):
-                    result["segmentation"] = encode_mask(mask)
+                codes = encode_masks(found["masks"][:, 0] > MASK_THRESHOLD)
+                for result, code in zip(results, codes, strict=True):
+                    result["segmentation"] = code
             self.results[image_id] = results
 
     def compute(self, processes: Processes) -> dict[str, float]:

@@ -6,12 +6,14 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from softfree.data.coco import (
     check_annotations,
     coco_api,
     decode_mask,
     encode_mask,
+    encode_masks,
     read_annotations,
     shape_annotations,
 )
@@ -166,3 +168,11 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
     with pytest.raises(ValueError, match="needs faster-coco-eval: pip install 'softfree"):
         coco_api("faster-coco-eval")
+
+
+def test_masks_encoded_together_have_the_codes_of_each():
+    masks = torch.rand(5, 9, 14) > 0.4
+    masks[2] = False
+    masks[3] = True
+    assert encode_masks(masks) == [encode_mask(mask.numpy()) for mask in masks]
+    assert encode_masks(masks[:0]) == []
