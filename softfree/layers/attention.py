@@ -175,7 +175,7 @@ class SoftAttention(nn.Module):
     def _attend_at_once(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         sampler: Any = self.sampler
         conv: Any = self.value_conv
-        grid, window, pooling = sampler.windows_and_pooling(x.shape[1], size, x.device)
+        grid, window, pooling = sampler.windows_and_pooling(x, size)
         return image_attention.image_attention(
             x,
             self.qv.weight,

@@ -132,18 +132,21 @@ class _WindowLandmarks(nn.Module):
         return tokens - size[0] * size[1], size, (self.stride, self.stride)
 
     def windows_and_pooling(
-        self, tokens: int, size: tuple[int, int], device: torch.device
+        self, x: Tensor, size: tuple[int, int]
     ) -> tuple[tuple[int, int], tuple[int, int], Tensor | None]:
-        """The grid of the last tokens, a window of it, and the matrix (landmarks, windows) that pools them.
+        """Of tokens (batch, n, channels): the grid of the last ones, a window of it, the matrix that pools them.
 
-        None in its place: there are no more windows than landmarks.
+        The matrix is (landmarks, windows); None: there are no more windows than landmarks.
         """
+        tokens = x.shape[1]
         prefix, grid, window = self.layout(tokens, size)
         if self.count is None:
             return grid, window, None
         single = prefix if self.stride == 1 else 0
-        make = pooling_matrix.__wrapped__ if torch.compiler.is_compiling() else pooling_matrix
-        pooling = make(single, window_grid(grid, window), self.count, device)
+        # Tensors of a tracer, or without numbers, must not be kept for others.
+        real = type(x) is Tensor and not torch.compiler.is_compiling()
+        make = pooling_matrix if real else pooling_matrix.__wrapped__
+        pooling = make(single, window_grid(grid, window), self.count, x.device)
         # Where each token is a window, prefix tokens are the first windows.
         return ((1, tokens) if self.stride == 1 else grid), window, pooling
 
