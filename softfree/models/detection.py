@@ -31,6 +31,7 @@ from torchvision.ops.feature_pyramid_network import (
 )
 
 from softfree.models.features import REDUCTIONS, PyramidFeatures
+from softfree.ops.inverse import full_precision
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 ROI_SIZE = 7
@@ -75,7 +76,7 @@ class _MaskRCNN(_Checkpointing, MaskRCNN):
         given: Any = self.transform  # type: ignore[has-type]
         self.transform = _Transform(
             given.min_size, given.max_size, given.image_mean, given.image_std,
-            given.size_divisible, given.fixed_size,
+            given.size_divisible, given.fixed_size, _skip_resize=given._skip_resize,
         )  # fmt: skip
 
 
@@ -108,11 +109,13 @@ def place_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
         >>> place_masks(torch.ones(1, 1, 28, 28), torch.tensor([[2.0, 3.0, 9.0, 8.0]]), (12, 16)).shape
         torch.Size([1, 1, 12, 16])
     """
-    masks, scale = expand_masks(masks, padding=1)
+    masks, scale = expand_masks(masks.float(), padding=1)
     left, top, right, bottom = expand_boxes(boxes, scale).to(torch.int64).unbind(1)
     rows = _interpolation(top, bottom, size[0], masks)
     columns = _interpolation(left, right, size[1], masks)
-    return (rows @ masks[:, 0] @ columns.mT)[:, None]
+    # Where exactly a mask ends is in these products: not in autocast's dtype, nor in TF32.
+    with torch.autocast(masks.device.type, enabled=False), full_precision(masks.device):
+        return (rows @ masks[:, 0] @ columns.mT)[:, None]
 
 
 def _interpolation(first: Tensor, last: Tensor, length: int, masks: Tensor) -> Tensor:

@@ -122,3 +122,19 @@ def test_masks_are_placed_as_torchvision_places_them(size):
     found = place_masks(masks, boxes, size)
     torch.testing.assert_close(found, paste_masks_in_image(masks, boxes, size))
     assert place_masks(masks[:0], boxes[:0], size).shape == (0, 1, height, width)
+
+
+def test_masks_are_placed_in_float32_under_autocast():
+    torch.manual_seed(0)
+    boxes = torch.tensor([[3.0, 5.0, 41.0, 33.0], [0.0, 0.0, 60.0, 50.0]])
+    masks = torch.rand(2, 1, 28, 28)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = place_masks(masks, boxes, (50, 60))
+    assert torch.equal(found, place_masks(masks, boxes, (50, 60)))
+
+
+@pytest.mark.parametrize("create", [retinanet, mask_rcnn])
+def test_pictures_that_are_resized_already_stay_so(create):
+    model = create("softpp_tiny", 3, _skip_resize=True, backbone_kwargs=PYRAMID)
+    images, _ = model.train().transform([torch.rand(3, 96, 128)])
+    assert images.image_sizes == [(96, 128)]
