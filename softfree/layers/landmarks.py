@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softfree.layers.plain import is_plain
 from softfree.ops.inverse import compute_dtype
 from softfree.ops.norm import landmark_norm
 from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
@@ -143,9 +145,7 @@ class _WindowLandmarks(nn.Module):
         if self.count is None:
             return grid, window, None
         single = prefix if self.stride == 1 else 0
-        # Tensors of a tracer, or without numbers, must not be kept for others.
-        real = type(x) is Tensor and not torch.compiler.is_compiling()
-        make = pooling_matrix if real else pooling_matrix.__wrapped__
+        make = pooling_matrix if _is_ordinary(x) else pooling_matrix.__wrapped__
         pooling = make(single, window_grid(grid, window), self.count, x.device)
         # Where each token is a window, prefix tokens are the first windows.
         return ((1, tokens) if self.stride == 1 else grid), window, pooling
@@ -244,6 +244,8 @@ class ConvLandmarks(_WindowLandmarks):
             q = torch.where(mask[:, None, :, None], q, 0)
         landmarks = window_product(q, self.weight.view(out, channels, *window), grid)
         norm = self.norm
+        if not is_plain(norm, nn.LayerNorm):
+            return F.gelu(norm(landmarks * self.scale)) / self.scale
         return landmark_norm(landmarks, norm.weight, norm.bias, self.scale, norm.eps)
 
 
@@ -378,6 +380,13 @@ def pooling_matrix(
         like = torch.empty(0, device=device)
         sides = (_pooling_matrix(side, bins, like) for side, bins in zip(grid, target, strict=True))
         return torch.block_diag(torch.eye(single, device=device), torch.kron(*sides))
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    """Whether what is made for ``x`` may be kept for others: no tracer's tensor, without numbers, or a graph's."""
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _target(grid: tuple[int, int], count: int) -> tuple[int, int]:

@@ -159,6 +159,21 @@ def test_conv_landmarks_are_convolution_norm_and_gelu_per_head(size, stride):
     torch.testing.assert_close(landmarks, F.gelu(normed) / scale)
 
 
+def test_the_norm_of_conv_landmarks_may_be_hooked_or_replaced():
+    class Doubled(torch.nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    sampler = ConvLandmarks(CHANNELS, 2).double()
+    q, calls = queries(16), []
+    before = sampler(q, (4, 4))[0]
+    handle = sampler.norm.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(sampler(q, (4, 4))[0], before) and calls
+    handle.remove()
+    sampler.norm = Doubled(CHANNELS).double()
+    assert not torch.allclose(sampler(q, (4, 4))[0], before)
+
+
 def test_conv_landmarks_of_a_sequence_are_a_convolution_along_it():
     q = queries(11)
     sampler = ConvLandmarks(CHANNELS, 4, sequence=True).double()
