@@ -63,8 +63,10 @@ def image_attention(
         (batch, n, channels)
     """
     dtype = _dtype(x)
-    trained = (x, qv_weight, landmark_weight, value_weight, proj_weight)
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
+    inputs = (
+        x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight, proj_bias
+    )  # fmt: skip
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     return FORWARD(
         x.to(dtype), qv_weight.to(dtype), qv_bias, landmark_weight, norm_weight, norm_bias,
         value_weight, proj_weight.to(dtype), proj_bias, pooling, *grid, *size,

@@ -22,12 +22,12 @@ def load_vector(p_vector, channels, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def norm_rows(b_x, channels, eps, BLOCK_C: tl.constexpr):
-    """Rows (ROWS, C), 0 beyond the channels: normed, and 1 / deviation (ROWS,)."""
-    b_x = b_x - (tl.sum(b_x, 1) / channels)[:, None]
-    b_x = tl.where((tl.arange(0, BLOCK_C) < channels)[None, :], b_x, 0.0)
+def norm_rows(b_x, exists, channels, eps):
+    """Rows (ROWS, C), 0 where none exist: normed, and 1 / deviation (ROWS,)."""
+    b_x = tl.where(exists, b_x - (tl.sum(b_x, 1) / channels)[:, None], 0.0)
     b_inverse = tl.rsqrt(tl.sum(b_x * b_x, 1) / channels + eps)
-    return b_x * b_inverse[:, None], b_inverse
+    # Without eps, rows that do not exist are 0 times infinity.
+    return tl.where(exists, b_x * b_inverse[:, None], 0.0), b_inverse
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def landmark_norm_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     places, exists = row_places(row, rows, channels, BLOCK_C)
     b_x = scale * tl.load(p_x + places, mask=exists, other=0.0).to(tl.float32)
-    b_normed, _ = norm_rows(b_x, channels, eps, BLOCK_C)
+    b_normed, _ = norm_rows(b_x, exists, channels, eps)
     b_weight = load_vector(p_weight, channels, BLOCK_C)
     b_y = b_normed * b_weight[None, :] + load_vector(p_bias, channels, BLOCK_C)[None, :]
     b_out = 0.5 * b_y * (1 + tl.erf(b_y * 0.7071067811865476)) / scale
@@ -78,7 +78,7 @@ def landmark_norm_backward_kernel(
         row = (stretch * steps + step) * ROWS + tl.arange(0, ROWS)
         places, exists = row_places(row, rows, channels, BLOCK_C)
         b_x = scale * tl.load(p_x + places, mask=exists, other=0.0).to(tl.float32)
-        b_normed, b_inverse = norm_rows(b_x, channels, eps, BLOCK_C)
+        b_normed, b_inverse = norm_rows(b_x, exists, channels, eps)
         b_y = b_normed * b_weight[None, :] + b_bias[None, :]
         b_g = tl.load(p_g + places, mask=exists, other=0.0).to(tl.float32) / scale
         b_below = 0.5 * (1 + tl.erf(b_y * 0.7071067811865476))
@@ -103,7 +103,7 @@ def add_norm_kernel(
     b_sum = b_sum.to(p_x.dtype.element_ty)
     if KEEP:
         tl.store(p_sum + places, b_sum, mask=exists)
-    b_normed, _ = norm_rows(b_sum.to(tl.float32), channels, eps, BLOCK_C)
+    b_normed, _ = norm_rows(b_sum.to(tl.float32), exists, channels, eps)
     b_weight = load_vector(p_weight, channels, BLOCK_C)
     b_out = b_normed * b_weight[None, :] + load_vector(p_bias, channels, BLOCK_C)[None, :]
     tl.store(p_out + places, b_out.to(p_out.dtype.element_ty), mask=exists)
@@ -124,7 +124,7 @@ def add_norm_backward_kernel(
         places, exists = row_places(row, rows, channels, BLOCK_C)
         b_sum = tl.load(p_sum + places, mask=exists, other=0.0).to(tl.float32)
         b_g = tl.load(p_g + places, mask=exists, other=0.0).to(tl.float32)
-        b_normed, b_inverse = norm_rows(b_sum, channels, eps, BLOCK_C)
+        b_normed, b_inverse = norm_rows(b_sum, exists, channels, eps)
         b_dweight += b_g * b_normed
         b_dbias += b_g
         b_dsum = norm_gradient(b_g * b_weight[None, :], b_normed, b_inverse, channels)

@@ -48,6 +48,7 @@ def main() -> None:
         for function, tensors, settings in (
             (norm.landmark_norm, 1, (0.4, 1e-5)),
             (norm.add_norm, 2, (1e-5,)),
+            (norm.add_norm, 2, (0.0,)),
         ):
             found = errors(function, tensors, shape, settings)
             print(json.dumps({"case": [function.__name__, *shape], "errors": found}), flush=True)
