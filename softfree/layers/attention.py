@@ -164,6 +164,7 @@ class SoftAttention(nn.Module):
             and is_plain(conv, ValueConv)
             and is_plain(sampler, ConvLandmarks)
             and is_plain(sampler.norm, nn.LayerNorm)
+            and sampler.norm.bias is not None
             and is_plain(self.proj, nn.Linear)
             # It computes every gradient; those of frozen weights would be for nothing.
             and (

@@ -20,12 +20,14 @@ ELEMENTS = 2048  # of a tile
 PROGRAMS_PER_PROCESSOR = 8
 
 
-def landmark_norm(x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps: float) -> Tensor:
+def landmark_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, eps: float
+) -> Tensor:
     """``GELU(LayerNorm(scale x)) / scale`` over the last dimension.
 
     Args:
         x: (..., channels).
-        weight, bias: of the norm, (channels,).
+        weight, bias: of the norm, (channels,), or None.
         scale: matters to the norm's ``eps`` alone, and to the size of the result.
         eps: added to the variance.
 
@@ -34,19 +36,21 @@ def landmark_norm(x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps: fl
         >>> landmark_norm(torch.randn(2, 3, 49, 32), torch.ones(32), torch.zeros(32), 0.5, 1e-5).shape
         torch.Size([2, 3, 49, 32])
     """
-    if _fits(x):
+    if weight is not None and bias is not None and _fits(x):
         return LANDMARK_FORWARD(x, weight, bias, scale, eps)
     return F.gelu(F.layer_norm(x * scale, (x.shape[-1],), weight, bias, eps)) / scale
 
 
-def add_norm(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def add_norm(
+    x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     """``LayerNorm(x + branch)`` over the last dimension, of the dtype of ``x``.
 
     Under autocast the norm is computed in float32, and rounded if ``x`` came in half precision.
 
     Args:
         x, branch: (..., channels).
-        weight, bias: of the norm, (channels,).
+        weight, bias: of the norm, (channels,), or None.
         eps: added to the variance.
 
     Example:
@@ -56,7 +60,8 @@ def add_norm(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float
     """
     same = branch.dtype == x.dtype and branch.shape == x.shape
     # torch.compile makes one kernel of the norm and its neighbours by itself.
-    if same and _fits(x) and not torch.compiler.is_compiling():
+    by_hand = same and _fits(x) and not torch.compiler.is_compiling()
+    if weight is not None and bias is not None and by_hand:
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, branch, weight, bias))
         return ADD_FORWARD(x, branch, weight, bias, eps, keep)[0]
     return F.layer_norm(x + branch, (x.shape[-1],), weight, bias, eps).to(x.dtype)

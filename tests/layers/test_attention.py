@@ -337,6 +337,8 @@ def test_all_between_the_projections_is_one_operator_where_nothing_needs_its_par
     assert not is_one(lambda layer: layer.sampler.register_forward_hook(print))
     assert not is_one(lambda layer: layer.value_conv.register_forward_hook(print))
     assert not is_one(lambda layer: setattr(layer.sampler, "norm", torch.nn.Identity()))
+    without_bias = torch.nn.LayerNorm(16, bias=False)
+    assert not is_one(lambda layer: setattr(layer.sampler, "norm", without_bias))
     assert not is_one(lambda layer: layer.proj.register_forward_hook(print))
     assert not is_one(lambda layer: layer.qv.requires_grad_(False))
     with torch.no_grad():

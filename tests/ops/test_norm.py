@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from softfree.ops import norm as norms
 from softfree.ops.norm import add_norm, landmark_norm
 
 
@@ -27,3 +28,14 @@ def test_a_blocks_norm_is_that_of_the_sum_in_the_dtype_of_the_tokens_under_autoc
         found = add_norm(x, branch, norm.weight, norm.bias, norm.eps)
     assert found.dtype == dtype
     torch.testing.assert_close(found, norm((x + branch).float()).to(dtype))
+
+
+@pytest.mark.parametrize("options", [dict(bias=False), dict(elementwise_affine=False)], ids=str)
+def test_norms_without_weight_or_bias_are_the_librarys(options, monkeypatch):
+    monkeypatch.setattr(norms, "_fits", lambda x: True)
+    norm = torch.nn.LayerNorm(8, **options)
+    x, branch = torch.randn(2, 3, 8)
+    found = add_norm(x, branch, norm.weight, norm.bias, norm.eps)
+    torch.testing.assert_close(found, norm(x + branch))
+    found = landmark_norm(x, norm.weight, norm.bias, 0.5, norm.eps)
+    torch.testing.assert_close(found, F.gelu(norm(x * 0.5)) / 0.5)
