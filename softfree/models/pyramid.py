@@ -75,6 +75,7 @@ class SoftPyramid(Backbone):
         attention_options: further settings of the attention, e.g. ``dict(kernel="relu")`` for the Performer;
             see :func:`softfree.layers.create_attention`.
         softmax_last_stage: stage 4 of pre-norm softmax blocks, as in the authors' released models.
+        pre_norm: norm before each branch, in all stages, instead of after the sum as in the papers.
         mlp_ratio: hidden channels of the MLPs over channels; None: 4, but 3.5 with a rival, whose separate
             keys take as many parameters, so that all attentions have the same budget.
         drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
@@ -103,6 +104,7 @@ class SoftPyramid(Backbone):
         backend: str = "auto",
         attention_options: dict[str, Any] | None = None,
         softmax_last_stage: bool = False,
+        pre_norm: bool = False,
         mlp_ratio: float | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
@@ -163,7 +165,7 @@ class SoftPyramid(Backbone):
                         mlp_ratio=ratio,
                         drop_path=drop_path,
                         proj_drop=proj_drop_rate,
-                        pre_norm=softmax,
+                        pre_norm=softmax or pre_norm,
                         norm_eps=1e-6 if softmax else 1e-5,
                         exact_gelu=softmax,
                     )
@@ -173,7 +175,8 @@ class SoftPyramid(Backbone):
             grid = (-(-grid[0] // 2), -(-grid[1] // 2))
         self.stages = nn.ModuleList(stages)
         # Post-norm blocks end in a norm of their own.
-        self.norm = nn.LayerNorm(embed_dims[-1], eps=1e-6) if softmax_last_stage else nn.Identity()
+        ends_in_sum = softmax_last_stage or pre_norm
+        self.norm = nn.LayerNorm(embed_dims[-1], eps=1e-6) if ends_in_sum else nn.Identity()
         self.init_classifier(embed_dims[-1], num_classes, global_pool, drop_rate)
         self.init_weights()
 

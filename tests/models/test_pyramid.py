@@ -81,6 +81,14 @@ def test_a_paper_model_has_no_final_norm_since_its_blocks_end_in_one():
     assert all(not block.pre_norm for stage in model.stages for block in stage.blocks)
 
 
+def test_pre_norm_holds_in_all_stages_and_brings_a_final_norm():
+    model = small("softpp_tiny", pre_norm=True)
+    assert all(block.pre_norm for stage in model.stages for block in stage.blocks)
+    assert isinstance(model.norm, nn.LayerNorm)
+    tokens = model.eval().forward_features(torch.randn(1, 3, 64, 64))
+    torch.testing.assert_close(tokens.mean(-1), torch.zeros(1, 1 + 4), atol=1e-4, rtol=0)
+
+
 def test_dims_heads_and_depths_override_the_names():
     dims, heads, depths = (8, 16, 24, 40), (1, 2, 3, 5), (2, 1, 3, 1)
     model = small("soft_large", embed_dims=dims, num_heads=heads, depths=depths)
