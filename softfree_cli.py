@@ -16,7 +16,7 @@ from typing import NoReturn
 # for ``-``.
 COMMANDS = {
     "benchmark": "Measure attentions, or whole models beside their peers: time, memory, throughput.",
-    "check-data": "Check data before training: boxes, masks, class maps, categories, missing files.",
+    "check-data": "Check data before training: boxes, masks, class maps, categories, missing and damaged files.",
     "compare": "Compare attentions on a task of the Long Range Arena: accuracy, size, speed, memory.",
     "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
     "explore": "Serve a page that shows where each patch of a photo attends to.",

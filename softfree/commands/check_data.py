@@ -1,9 +1,18 @@
-"""Check data before training: boxes, masks, class maps, categories, missing files."""
+"""Check data before training: boxes, masks, class maps, categories, missing and damaged files."""
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
+from rich.progress import track
+from torch.utils.data import DataLoader
+
+from softfree.data.images import Unreadable
+from softfree.training.settings import WORKERS
+
+# Pictures a loading process takes at a time; the progress moves on after each lot.
+CHUNK = 16
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,8 +29,10 @@ def check_data(
     masks: bool = True,
     skip_bad_annotations: bool = False,
     ignore_label: int = 255,
+    decode: bool = True,
+    workers: int = WORKERS,
 ) -> int:
-    """Run the checks that training begins with, and say what was found.
+    """Run the checks that training begins with, decode every picture, and say what was found.
 
     Args:
         task: detection (COCO json) or segmentation (class maps).
@@ -29,21 +40,54 @@ def check_data(
         masks: detection: also check masks, which Mask R-CNN needs.
         skip_bad_annotations: detection: leave out annotations that can't be used.
         ignore_label: segmentation: value in masks/ that stands for no class.
+        decode: also decode every picture, to find damaged ones; training does not before it starts.
+        workers: processes that decode pictures.
     """
+    splits: dict[str, Any]
     if task == "detection":
         from softfree.data.detection import load_detection
 
         data = load_detection(data_dir, masks=masks, skip_bad=skip_bad_annotations)
-        for split, part in (("train", data.train), ("val", data.val)):
+        splits = {"train": data.train, "val": data.val}
+        for split, part in splits.items():
             objects = len(part.annotations["annotations"])
             print(f"{split}: {len(part):,} pictures, {objects:,} objects")
+            # Checked by now; to draw them would take longer than the pictures.
+            part.masks = False
         names = data.class_names
     else:
         from softfree.data.segmentation import load_segmentation
 
         maps = load_segmentation(data_dir, ignore_label=ignore_label)
-        for split, pictures in (("train", maps.train), ("val", maps.val)):
-            print(f"{split}: {len(pictures):,} pictures with class maps")
+        splits = {"train": maps.train, "val": maps.val}
+        for split, part in splits.items():
+            print(f"{split}: {len(part):,} pictures with class maps")
         names = maps.class_names
+    if decode and data_dir is not None:
+        check_pictures(splits, data_dir, workers)
     print(f"{len(names)} classes: {', '.join(names)}\nno faults found")
     return 0
+
+
+def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> None:
+    """Decode all pictures; print each that can't be used, then raise if there are any."""
+    faults = []
+    for split, data in splits.items():
+        loader: DataLoader = DataLoader(
+            data, batch_size=CHUNK, collate_fn=only_unreadable, num_workers=workers
+        )
+        console = Console(stderr=True)
+        for files in track(loader, f"decoding {split}", console=console, transient=True):
+            faults += [f"{split}: {file.path}: {file.reason}" for file in files]
+    if faults:
+        print("\n".join(faults))
+        count = sum(map(len, splits.values()))
+        raise ValueError(
+            f"--data-dir {data_dir}: {len(faults):,} of {count:,} pictures can't be used, named above; "
+            "replace them, or remove them together with their annotations"
+        )
+
+
+def only_unreadable(items: Sequence[Any]) -> list[Unreadable]:
+    """Of a data set's items those that can't be read: the pictures stay in the process that decoded them."""
+    return [item for item in items if isinstance(item, Unreadable)]

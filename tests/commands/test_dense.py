@@ -15,7 +15,8 @@ pytest.importorskip("torchmetrics")
 import softfree.data.detection
 import softfree.data.segmentation
 from softfree.commands import _predict_dense, check_data, predict, train, validate
-from softfree.data.shapes import draw_shapes
+from softfree.data.coco import shape_annotations
+from softfree.data.shapes import CLASSES, draw_shapes
 
 FAST = [
     "--steps", "2", "--warmup-steps", "1", "--batch-size", "2", "--width", "16", "--eval-every", "0",
@@ -165,6 +166,70 @@ def test_faults_are_named(tmp_path):
     (tmp_path / "annotations" / "instances_train.json").write_text("{}")
     with pytest.raises(ValueError, match="instances_train.json is no COCO file"):
         check_data.main(["detection", "--data-dir", str(tmp_path)])
+
+
+def write_shapes(root, task, suffix):
+    """Three shapes for training and one for validation, as files."""
+    for split, count in (("train", 3), ("val", 1)):
+        for index in range(count):
+            drawn = draw_shapes(index, split=split)
+            folders = {"images": drawn.image}
+            if task == "segmentation":
+                folders["masks"] = drawn.class_map
+            for folder, values in folders.items():
+                path = root / folder / split / f"shapes {index}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                extension = ".png" if folder == "masks" else suffix
+                Image.fromarray(values).save(path.with_suffix(extension))
+        if task == "detection":
+            annotations = shape_annotations(count, split=split)
+            for image in annotations["images"]:
+                image["file_name"] += suffix
+            (root / "annotations").mkdir(exist_ok=True)
+            (root / "annotations" / f"{split}.json").write_text(json.dumps(annotations))
+    (root / "classes.txt").write_text("\n".join(("ground", *CLASSES)))
+
+
+def cut_in_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize(
+    ("task", "suffix"), [("detection", ".jpg"), ("detection", ".png"), ("segmentation", ".jpg")]
+)
+def test_every_half_written_picture_is_named(tmp_path, capsys, task, suffix, workers):
+    write_shapes(tmp_path, task, suffix)
+    given = [task, "--data-dir", str(tmp_path), "--workers", workers]
+    assert check_data.main(given) == 0
+    for split, index in (("train", 1), ("val", 0)):
+        cut_in_half(tmp_path / "images" / split / f"shapes {index}{suffix}")
+    with pytest.raises(ValueError, match="--data-dir .* 2 of 4 pictures can't be used"):
+        check_data.main(given)
+    faults = [line for line in capsys.readouterr().out.splitlines() if "truncated" in line]
+    assert [line.split(":")[0] for line in faults] == ["train", "val"]
+    assert f"shapes 1{suffix}: " in faults[0]
+    assert f"shapes 0{suffix}: " in faults[1]
+    assert check_data.main([*given, "--no-decode"]) == 0
+
+
+@pytest.mark.parametrize("task", ["detection", "segmentation"])
+def test_a_half_written_picture_is_left_out_of_training_and_named(tmp_path, capsys, task):
+    write_shapes(tmp_path / "data", task, ".jpg")
+    bad = tmp_path / "data" / "images" / "train" / "shapes 1.jpg"
+    cut_in_half(bad)
+    given = ["--data-dir", str(tmp_path / "data"), "--recipe", "shapes", "--workers", "0"]
+    out = tmp_path / "out"
+    assert train.main([task, "--output", str(out), *FAST, "--batch-size", "3", *given]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "skipped" in said
+    assert "shapes 1.jpg: image file is truncated" in said
+    assert next(csv.DictReader((out / "eval.csv").open()))["unreadable_files"] == "1"
+
+    for index in (0, 2):
+        cut_in_half(bad.with_name(f"shapes {index}.jpg"))
+    with pytest.raises(ValueError, match=r"none of the 3 pictures .*shapes \d.jpg: image file is"):
+        train.main([task, "--output", str(out / "2"), *FAST, "--batch-size", "3", *given])
 
 
 def test_colours_differ_between_classes():
