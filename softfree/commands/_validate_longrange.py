@@ -8,6 +8,7 @@ from rich.console import Console
 
 from softfree.commands._benchmark_common import check_positive
 from softfree.training.checkpoint import SETTINGS, locate, read_metadata
+from softfree.training.distributed import join_processes
 from softfree.training.longrange import (
     LongRangeSettings,
     check_checkpoint,
@@ -44,16 +45,18 @@ def longrange(
     if data_dir is not None:
         settings = dataclasses.replace(settings, data_dir=data_dir)
     samples = getattr(load_data(settings), split)
-    scores = score_checkpoint(
-        folder,
-        samples,
-        batch_size=batch_size,
-        workers=workers,
-        amp_dtype=amp_dtype,
-        device=device,
-    )
-    Console(highlight=False, soft_wrap=True).print(
-        f"{settings.task} {split}: accuracy {scores['accuracy']:.2f}%, loss {scores['loss']:.4f}, "
-        f"{scores['samples']:,} samples"
-    )
+    with join_processes(device) as processes:
+        scores = score_checkpoint(
+            folder,
+            samples,
+            processes,
+            batch_size=batch_size,
+            workers=workers,
+            amp_dtype=amp_dtype,
+        )
+        if processes.main:
+            Console(highlight=False, soft_wrap=True).print(
+                f"{settings.task} {split}: accuracy {scores['accuracy']:.2f}%, "
+                f"loss {scores['loss']:.4f}, {scores['samples']:,} samples"
+            )
     return 0

@@ -36,6 +36,7 @@ from softfree.training.classification import parse_model_kwargs
 from softfree.training.devices import amp_dtype_for, to_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task, train
+from softfree.training.sampling import EvalSampler
 from softfree.training.settings import (
     OptimSettings,
     Overrides,
@@ -179,13 +180,16 @@ def train_longrange(settings: LongRangeSettings, data: LongRangeData | None = No
     outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
     # The processes have parted: the first one tests alone.
     if not outcome.stopped and int(os.environ.get("RANK", 0)) == 0:
+        place = settings.run.device
+        if place == "auto":
+            place = "cuda" if torch.cuda.is_available() else "cpu"
         scores = score_checkpoint(
             settings.run.output / "best",
             task.data.test,
+            Processes(0, 1, torch.device(place)),
             batch_size=settings.optim.batch_size,
             workers=settings.run.workers,
             amp_dtype=settings.optim.amp_dtype,
-            device=settings.run.device,
         )
         result = {**scores, "step": outcome.position.best_step}
         path = settings.run.output / TEST_RESULT
@@ -331,20 +335,22 @@ def load_sequence_model(
 def score_checkpoint(
     path: Path,
     samples: LongRangeDataset,
+    processes: Processes,
     *,
     batch_size: int,
     workers: int = 0,
     amp_dtype: str = "auto",
-    device: str = "auto",
 ) -> dict[str, float]:
-    """Scores of a checkpoint folder on samples of its task, in this process alone."""
-    has_gpu = torch.cuda.is_available()
-    place = torch.device(device if device != "auto" else "cuda" if has_gpu else "cpu")
-    dtype = amp_dtype_for(amp_dtype, place)
-    model, _ = load_sequence_model(path, place)
-    loader = DataLoader(
-        samples, batch_size, collate_fn=PadSequences(model.length), num_workers=workers
+    """Scores of a checkpoint folder on samples of its task; the processes share them, each counts once."""
+    device = processes.device
+    dtype = amp_dtype_for(amp_dtype, device)
+    model, _ = load_sequence_model(path, device)
+    loader: DataLoader = DataLoader(
+        samples,
+        batch_sampler=EvalSampler(len(samples), batch_size, processes.rank, processes.count),
+        collate_fn=PadSequences(model.length),
+        num_workers=workers,
     )
-    with torch.no_grad(), torch.autocast(place.type, dtype=dtype, enabled=dtype is not None):
-        batches = (to_device(batch, place) for batch in loader)
-        return evaluate_sequences(model, batches, Processes(0, 1, place))
+    with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        batches = (to_device(batch, device) for batch in loader)
+        return evaluate_sequences(model, batches, processes)

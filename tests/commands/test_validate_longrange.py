@@ -1,6 +1,8 @@
 """`softfree validate longrange`: a checkpoint is scored with nothing but its folder."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -24,6 +26,21 @@ def test_the_score_is_that_of_the_training(output, capsys):
     out = capsys.readouterr().out
     assert f"accuracy {expected['accuracy']:.2f}%" in out and "5 samples" in out
     assert f"loss {expected['loss']:.4f}" in out
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_samples_and_say_what_one_says(output, capsys):
+    options = ["--checkpoint", str(output / "best"), "--batch-size", "2", "--workers", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "softfree", "validate", "longrange", *options]
+    result = subprocess.run(
+        [*command, "--device", "cpu"], check=True, timeout=90, capture_output=True, text=True
+    )
+    capsys.readouterr()
+    longrange(output / "best", workers=0, device="cpu")
+    expected = capsys.readouterr().out
+    assert "5 samples" in expected
+    assert result.stdout == expected
 
 
 def test_dev_samples_are_other_samples(output, capsys):
