@@ -7,11 +7,11 @@ from typing import Literal
 from rich.console import Console
 
 from softfree.commands._benchmark_common import check_positive
-from softfree.training.checkpoint import SETTINGS, locate, read_metadata
+from softfree.training.checkpoint import SETTINGS, check_task, locate, read_metadata
 from softfree.training.distributed import join_processes
 from softfree.training.longrange import (
+    LongRange,
     LongRangeSettings,
-    check_checkpoint,
     load_data,
     score_checkpoint,
 )
@@ -40,7 +40,7 @@ def longrange(
     """
     check_positive("--batch-size", batch_size)
     folder = locate(checkpoint)
-    check_checkpoint(checkpoint, read_metadata(folder))
+    check_task(checkpoint, read_metadata(folder), LongRange.name)
     settings = read_settings(LongRangeSettings, folder / SETTINGS).data
     if data_dir is not None:
         settings = dataclasses.replace(settings, data_dir=data_dir)

@@ -40,11 +40,11 @@ from softfree.commands._benchmark_common import (
 from softfree.commands._benchmark_memory import LABELS
 from softfree.commands._benchmark_model import AMP_DTYPES, DEFAULT_AMP
 from softfree.commands._benchmark_throughput import draw_bars
-from softfree.commands.demo import choose_device
 from softfree.commands.train import report
 from softfree.data.longrange import TASKS, LongRangeData
 from softfree.layers import ATTENTIONS
-from softfree.training.checkpoint import SETTINGS
+from softfree.training.checkpoint import SETTINGS, different_settings
+from softfree.training.devices import choose_device
 from softfree.training.longrange import (
     PRESETS,
     TEST_RESULT,
@@ -191,13 +191,7 @@ def is_trained(settings: LongRangeSettings) -> bool:
         return False
     found = json.loads((folder / "best" / SETTINGS).read_text())
     wanted = json.loads(settings_to_json(settings))
-    different = [
-        f"--{name.replace('_', '-')} {value[name]}"
-        for part, value in found.items()
-        if part in ("data", "model", "optim")
-        for name in value
-        if name != "data_dir" and wanted[part].get(name) != value[name]
-    ]
+    different = different_settings(found, wanted, ("data", "model", "optim"), ("data_dir",))
     if found["run"]["seed"] != settings.run.seed:
         different.append(f"--seed {found['run']['seed']}")
     if different:

@@ -24,6 +24,7 @@ from softfree.data.images import Batch, ImageDataset, collate_images, load_image
 from softfree.data.resident import ResidentImages
 from softfree.training import checkpoint
 from softfree.training.classification import (
+    Classification,
     Normalize,
     check_model_name,
     create_network,
@@ -131,6 +132,7 @@ def trained_on(path: Path) -> tuple[str | None, str]:
         raise ValueError(
             f"--data-dir is needed: {path} is no checkpoint folder that names its data"
         )
+    checkpoint.check_task(path, checkpoint.read_metadata(path), Classification.name)
     data = json.loads((checkpoint.locate(path) / checkpoint.SETTINGS).read_text())["data"]
     return data["data_dir"], data["dataset"]
 

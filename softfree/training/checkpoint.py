@@ -17,6 +17,7 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from torch import Tensor, nn
 
 WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
 METADATA, SETTINGS = "metadata.json", "settings.json"
+
+# Parts of the settings that say what is trained and on what, and settings in them that a resumed run may change.
+OF_THE_RUN = ("data", "model", "backbone", "detector", "decoder")
+MAY_CHANGE = (
+    "data_dir", "strict_data", "data_on_device", "check_data", "pretrained_checkpoint",
+    "backbone_checkpoint",
+)  # fmt: skip
 
 # Task, and the function that makes a model of its checkpoints; imported late, for tasks import this module.
 LOADERS = {
@@ -151,6 +159,12 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise ValueError(_damaged(file, error)) from error
 
 
+def check_task(path: str | Path, metadata: dict[str, Any], task: str) -> None:
+    """Refuse a checkpoint of another task."""
+    if metadata.get("task") != task:
+        raise ValueError(f"{path} is a checkpoint of {metadata.get('task')}, not of {task}")
+
+
 def read_weights(path: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
     """The tensors of one of a checkpoint's files."""
     file = locate(path) / name
@@ -171,6 +185,28 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ValueError(_damaged(file, error)) from error
 
 
+def check_same_run(folder: Path, settings_json: str) -> None:
+    """Raise if a run with these settings can't go on from ``folder``: it was of another network or other data."""
+    made_with = json.loads((folder / SETTINGS).read_text())
+    differing = different_settings(made_with, json.loads(settings_json), OF_THE_RUN, MAY_CHANGE)
+    if differing:
+        raise ValueError(
+            f"{folder} is of a run with {', '.join(differing)}; give the same, or another --output"
+        )
+
+
+def different_settings(
+    found: dict[str, Any], wanted: dict[str, Any], parts: Sequence[str], except_for: Sequence[str]
+) -> list[str]:
+    """Flags of ``found`` whose value is another in ``wanted``, in those parts of both that are named."""
+    return [
+        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for part in parts
+        for name, value in found.get(part, {}).items()
+        if name not in except_for and wanted.get(part, {}).get(name, value) != value
+    ]
+
+
 def check_fits(
     path: Path, weights: dict[str, Tensor], expected: dict[str, Tensor], model: str
 ) -> None:
@@ -186,8 +222,8 @@ def check_fits(
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
             f"{path} holds weights of another architecture than {model}: "
-            f"{'; '.join(problems[:3])}{more}. Give the --model, --model-kwargs and --img-size it was "
-            "made with"
+            f"{'; '.join(problems[:3])}{more}. Give the model and the arguments it "
+            "was made with"
         )
 
 

@@ -464,8 +464,7 @@ def load_classifier(
     """
     saved = checkpoint.read_checkpoint(path)
     metadata = saved.metadata
-    if metadata.get("task") != Classification.name:
-        raise ValueError(f"{path} is a checkpoint of {metadata.get('task')}, not of classification")
+    checkpoint.check_task(path, metadata, Classification.name)
     check_model_name(metadata["model"])
     model = create_network(
         metadata["model"],

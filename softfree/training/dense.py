@@ -92,8 +92,7 @@ def load_dense(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a task's checkpoint folder, ready to use, and its metadata, from which ``build`` makes it."""
     saved = checkpoint.read_checkpoint(path)
-    if saved.metadata.get("task") != task:
-        raise ValueError(f"{path} is a checkpoint of {saved.metadata.get('task')}, not of {task}")
+    checkpoint.check_task(path, saved.metadata, task)
     check_model_name(saved.metadata["model"])
     model = build(saved.metadata)
     checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])

@@ -290,6 +290,7 @@ class _Training:
         metadata = checkpoint.read_metadata(path)
         weights = checkpoint.read_weights(path)
         state = checkpoint.read_state(path)
+        checkpoint.check_same_run(path, self.settings_json)
         checkpoint.check_fits(
             path,
             weights,

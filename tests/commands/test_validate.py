@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 import softfree_cli
+from softfree.training.checkpoint import write_checkpoint
 
 SMALL = ["--img-size", "32", "--workers", "0", "--device", "cpu", "--batch-size", "32"]
 KWARGS = ["embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1"]
@@ -80,6 +81,13 @@ def test_a_weights_file_needs_its_model_and_data(tmp_path, capsys):
 def test_a_checkpoint_of_other_classes_is_refused(trained, tmp_path, capsys):
     assert run("--checkpoint", trained / "best", "--data-dir", pictures(tmp_path / "data")) == 2
     assert "knows 10 classes (0, 1, 2, ...), --data-dir has 2 (cat, dog" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_task_is_refused(tmp_path, capsys):
+    metadata = {"task": "detection"}
+    write_checkpoint(tmp_path / "best", {"w": torch.zeros(1)}, metadata, '{"data": {}}')
+    assert run("--checkpoint", tmp_path / "best") == 2
+    assert "is a checkpoint of detection, not of classification" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, readable without running code, and clear about what is wrong."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -10,8 +11,10 @@ import torch
 
 from softfree.training import checkpoint
 from softfree.training.checkpoint import (
+    SETTINGS,
     CheckpointWriteError,
     check_fits,
+    check_same_run,
     load_for_inference,
     locate,
     read_checkpoint,
@@ -156,6 +159,16 @@ def test_weights_of_another_architecture_are_told_by_their_keys(tmp_path):
     with pytest.raises(ValueError, match="than soft_tiny: b is not in the model; a is \\(2,\\)"):
         check_fits(tmp_path, given, expected, "soft_tiny")
     check_fits(tmp_path, given, {name: t.clone() for name, t in given.items()}, "soft_tiny")
+
+
+def test_a_run_may_change_where_its_data_lie_but_not_what_it_trains(tmp_path):
+    first = dict(data=dict(data_dir="a", task="text"), backbone=dict(model="x"), optim=dict(lr=1))
+    (tmp_path / SETTINGS).write_text(json.dumps(first))
+    moved = {**first, "data": dict(data_dir="b", task="text", new=3), "optim": dict(lr=2)}
+    check_same_run(tmp_path, json.dumps(moved))
+    other = {**first, "data": dict(data_dir="a", task="image"), "backbone": dict(model="y")}
+    with pytest.raises(ValueError, match="is of a run with --task text, --model x; give the same"):
+        check_same_run(tmp_path, json.dumps(other))
 
 
 def test_a_checkpoint_of_an_unknown_task_is_refused(tmp_path):

@@ -120,6 +120,23 @@ def test_a_run_that_is_resumed_ends_like_one_that_was_not(reviews, tmp_path):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (["--attention", "soft"], "is of a run with --attention softpp; give the same"),
+        (["--attention-options", "stride=8"], "is of a run with --attention-options stride=2;"),
+    ],
+)
+def test_a_run_does_not_go_on_from_that_of_another_network(reviews, tmp_path, changes, message):
+    options = ["--attention-options", "stride=2", "--steps", "2", "--batch-size", "4"]
+    given = arguments(reviews, tmp_path, "--attention", "softpp", *options)
+    train_longrange(parse_longrange(given))
+    before = (tmp_path / "last" / "state.pt").read_bytes()
+    with pytest.raises(ValueError, match=message):
+        train_longrange(parse_longrange([*given, "--steps", "4", *changes, "--resume", "auto"]))
+    assert (tmp_path / "last" / "state.pt").read_bytes() == before
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_attention_trains_from_the_command_line(reviews, tmp_path, attention, capsys):
     options = ["--attention", attention, "--steps", "2", "--batch-size", "4"]
