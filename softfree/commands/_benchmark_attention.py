@@ -20,8 +20,8 @@ from softfree.commands._benchmark_common import (
     percent,
     progress,
 )
-from softfree.commands.demo import choose_device
 from softfree.ops.attention import BACKENDS
+from softfree.training.devices import choose_device
 
 # Tokens and batch times heads. The GPU's are stages 1 to 3 of a backbone at batch 128, and a large image.
 DEFAULTS = {

@@ -40,10 +40,10 @@ from softfree.commands._benchmark_model import (
     count_bytes,
     relate,
 )
-from softfree.commands.demo import choose_device
 from softfree.models.detection import mask_rcnn, retinanet
 from softfree.models.features import FIXED_LANDMARKS, PyramidFeatures, backbone_arguments
 from softfree.training.classification import parse_model_kwargs
+from softfree.training.devices import choose_device
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
 # By what is measured, the count of its parameters.

@@ -23,8 +23,8 @@ from softfree.commands._benchmark_common import (
     make_table,
     progress,
 )
-from softfree.commands.demo import choose_device
 from softfree.layers import ATTENTIONS, create_attention
+from softfree.training.devices import choose_device
 
 UNIT = 784
 LENGTHS = tuple(UNIT * p for p in range(1, 9))

@@ -36,8 +36,8 @@ from softfree.commands._benchmark_common import (
     make_table,
     progress,
 )
-from softfree.commands.demo import choose_device
 from softfree.models import fold_batch_norms
+from softfree.training.devices import choose_device
 
 BENCHES = ("train", "infer", "both")
 AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}

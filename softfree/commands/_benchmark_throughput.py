@@ -30,8 +30,8 @@ from softfree.commands._benchmark_model import (
     print_rows,
     relate,
 )
-from softfree.commands.demo import choose_device
 from softfree.training.classification import parse_model_kwargs
+from softfree.training.devices import choose_device
 
 # As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
 ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "soft", "softpp")

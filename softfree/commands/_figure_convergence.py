@@ -24,8 +24,8 @@ from softfree.commands._figure_common import (
     save_figure,
 )
 from softfree.commands._picture import landscape
-from softfree.commands.demo import choose_device
 from softfree.layers import SoftAttention
+from softfree.training.devices import choose_device
 
 DRAWN = 8
 

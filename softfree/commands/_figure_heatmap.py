@@ -23,7 +23,7 @@ from softfree.commands._figure_common import (
     new_figure,
     save_figure,
 )
-from softfree.commands.demo import choose_device
+from softfree.training.devices import choose_device
 
 COLOURS = "viridis"
 OPACITY = 0.75  # of a map over the photo

@@ -22,7 +22,7 @@ from softfree.commands._figure_common import (
     new_figure,
     save_figure,
 )
-from softfree.commands.demo import choose_device
+from softfree.training.devices import choose_device
 
 LEAST = 1e-16
 

@@ -19,6 +19,7 @@ from rich.table import Table
 import softfree
 from softfree.analysis import count_macs, count_parameters, peak_extra_memory, time_call
 from softfree.commands._picture import landscape
+from softfree.training.devices import choose_device
 
 SIDES = (28, 56, 112, 224)  # of the token grid: one token per 4 x 4 pixels in stage 1
 HEADS, HEAD_DIM, LANDMARK_SIDE = 2, 32, 7
@@ -65,18 +66,6 @@ def demo(
         "If the shell finds no softfree: source .venv/bin/activate"
     )
     return 0
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that ``name`` asks for, if this machine has it."""
-    has_gpu = torch.cuda.is_available()
-    if name == "auto":
-        name = "cuda" if has_gpu else "cpu"
-    if name not in ("cuda", "cpu"):
-        raise ValueError(f"--device must be 'auto', 'cuda' or 'cpu', got {name!r}")
-    if name == "cuda" and not has_gpu:
-        raise ValueError("--device cuda: PyTorch finds no CUDA device here; try --device cpu")
-    return torch.device(name)
 
 
 def load_picture(path: Path | None) -> Image.Image:

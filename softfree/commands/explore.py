@@ -15,8 +15,8 @@ from rich.markup import escape
 from softfree.commands._figure_common import Repeated, Subject
 from softfree.commands._figure_heatmap import load_subjects
 from softfree.commands._picture import landscape
-from softfree.commands.demo import choose_device
 from softfree.data.shapes import draw_shapes
+from softfree.training.devices import choose_device
 
 LOOPBACK = "127.0.0.1"
 DIGITS = 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from softfree.analysis.capture import CONVERGED, MOST_STEPS, SoftLayer, capture_attention
 from softfree.commands._benchmark_common import NOTHING, make_table
 from softfree.commands._figure_common import Photo, check_img_size, load_photo, load_subject, look
-from softfree.commands.demo import choose_device
+from softfree.training.devices import choose_device
 
 # Beyond this condition float32 leaves the smallest eigenvalues about one digit.
 NEAR_SINGULAR = 1e6

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from softfree.commands._benchmark_common import check_output, check_positive, make_table
-from softfree.commands.demo import choose_device
 from softfree.data.images import EXTENSIONS, ImageFiles, Unreadable, image_files, open_image
 from softfree.models.export import load_onnx
 from softfree.training.checkpoint import read_metadata
 from softfree.training.classification import Normalize, eval_transform, load_classifier
+from softfree.training.devices import choose_device
 
 MAX_LISTED = 10
 MOST_WORKERS = 8

@@ -16,9 +16,9 @@ from torch import Tensor
 from softfree.analysis.capture import capture_attention
 from softfree.commands import train, validate
 from softfree.commands._drawing import COLUMNS, ROWS, HeatMap, Sample, draw_quickstart
-from softfree.commands.demo import choose_device
 from softfree.data import load_images
 from softfree.training.classification import Normalize, eval_transform, load_classifier
+from softfree.training.devices import choose_device
 from softfree.training.logs import EVAL_CSV, TRAIN_CSV
 
 # Twice the size of the digits, and landmarks of small windows: maps of attention with something to see.

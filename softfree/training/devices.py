@@ -1,4 +1,4 @@
-"""Batches and precision on a device."""
+"""The device that a flag asks for; batches and precision on it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +7,19 @@ import torch
 from torch import Tensor
 
 AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device behind a value of --device (auto, cuda, cuda:1, cpu), if this machine has it."""
+    gpus = torch.cuda.device_count()
+    if name == "auto":
+        name = "cuda" if gpus else "cpu"
+    kind, _, number = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or not (name == kind or number.isdecimal())):
+        raise ValueError(f"--device must be 'auto', 'cuda' or 'cpu', got {name!r}")
+    if kind == "cuda" and int(number or 0) >= gpus:
+        raise ValueError(f"--device {name}: PyTorch finds no such GPU here; try --device cpu")
+    return torch.device(name)
 
 
 def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> Any:

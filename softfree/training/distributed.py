@@ -24,6 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from softfree.training.devices import choose_device
+
 BEGUN = "softfree_begun"
 # Names that timm's models, and ours, give to lists of layers.
 LAYER_LISTS = ("blocks", "layers")
@@ -47,15 +49,11 @@ class Processes:
 @contextlib.contextmanager
 def join_processes(device: str = "auto") -> Iterator[Processes]:
     """This process's place among those torchrun started, or alone; ``device`` is auto, cuda or cpu."""
-    kind = torch.device("cuda" if torch.cuda.is_available() else "cpu").type
-    if device != "auto":
-        kind = torch.device(device).type
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"--device {device}: torch finds no GPU here; use cpu or auto")
+    place = choose_device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield Processes(0, 1, torch.device(device if device != "auto" else kind))
+        yield Processes(0, 1, place)
         return
-    place = torch.device(kind)
+    kind = place.type
     if kind == "cuda":
         place = torch.device(kind, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)

@@ -33,7 +33,7 @@ from softfree.layers import ATTENTIONS
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import checkpoint, distributed
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.devices import amp_dtype_for, to_device
+from softfree.training.devices import amp_dtype_for, choose_device, to_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task, train
 from softfree.training.sampling import EvalSampler
@@ -180,13 +180,10 @@ def train_longrange(settings: LongRangeSettings, data: LongRangeData | None = No
     outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
     # The processes have parted: the first one tests alone.
     if not outcome.stopped and int(os.environ.get("RANK", 0)) == 0:
-        place = settings.run.device
-        if place == "auto":
-            place = "cuda" if torch.cuda.is_available() else "cpu"
         scores = score_checkpoint(
             settings.run.output / "best",
             task.data.test,
-            Processes(0, 1, torch.device(place)),
+            Processes(0, 1, choose_device(settings.run.device)),
             batch_size=settings.optim.batch_size,
             workers=settings.run.workers,
             amp_dtype=settings.optim.amp_dtype,
@@ -312,20 +309,12 @@ def evaluate_sequences(
     return {"accuracy": 100 * hit / count, "loss": loss_sum / count, "samples": int(count)}
 
 
-def check_checkpoint(path: str | Path, metadata: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another task."""
-    if metadata.get("task") != LongRange.name:
-        raise ValueError(
-            f"{path} is a checkpoint of {metadata.get('task')}, not of {LongRange.name}"
-        )
-
-
 def load_sequence_model(
     path: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[SequenceClassifier, dict[str, Any]]:
     """The model of a checkpoint folder, ready to use, and its metadata."""
     saved = checkpoint.read_checkpoint(path)
-    check_checkpoint(path, saved.metadata)
+    checkpoint.check_task(path, saved.metadata, LongRange.name)
     model = build(saved.metadata["model_kwargs"])
     checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), "the sequence encoder")
     model.load_state_dict(saved.weights)
