@@ -49,6 +49,13 @@ def test_a_class_beyond_the_classes_is_named(tmp_path):
         load_segmentation(str(folders(tmp_path)))
 
 
+@pytest.mark.parametrize("value", [7, 255])
+def test_what_is_ignored_is_told_as_it_was_given(tmp_path, value):
+    root = folders(tmp_path, ((0, 1, value),))
+    with pytest.raises(ValueError, match=rf"class {value}, .*\(0 to 1\) and 1 to ignore"):
+        load_segmentation(str(root), ignore_label=1)
+
+
 def test_a_class_map_of_another_size_is_named(tmp_path):
     root = folders(tmp_path, ((0, 1), (1, 0)))
     write(root / "masks" / "val" / "a.png", np.zeros((3, 2)))
@@ -89,6 +96,13 @@ def test_ade20k_counts_from_one_and_ignores_zero(tmp_path):
     assert data.train[0][1].tolist() == [[IGNORE, 0, 149]]
 
 
+def test_a_value_beyond_ade20ks_is_named_as_it_is_in_the_file(tmp_path):
+    test_ade20k_counts_from_one_and_ignores_zero(tmp_path)
+    write(tmp_path / "annotations" / "training" / "a.png", ((0, 1, 180),))
+    with pytest.raises(ValueError, match=r"class 180, .* 150 \(1 to 150\) and 0 and 255 to ignore"):
+        load_segmentation(str(tmp_path))
+
+
 def test_ade20k_takes_names_from_its_table(tmp_path):
     test_ade20k_counts_from_one_and_ignores_zero(tmp_path)
     rows = ["Idx\tRatio\tTrain\tVal\tStuff\tName"]
@@ -112,6 +126,21 @@ def test_cityscapes_gives_the_19_training_classes(tmp_path, ready):
     assert data.class_names[0] == "road"
     assert len(data.class_names) == 19
     assert data.val[0][1].tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [("labelIds", 99, r"34 \(0 to 33\)"), ("labelTrainIds", 33, r"19 \(0 to 18\)")],
+)
+def test_an_id_that_cityscapes_does_not_have_is_named(tmp_path, kind, value, message):
+    for split in ("train", "val"):
+        write_pair(
+            tmp_path / "leftImg8bit" / split / "ulm" / "ulm_0_1_leftImg8bit.png",
+            tmp_path / "gtFine" / split / "ulm" / f"ulm_0_1_gtFine_{kind}.png",
+            [[0, value, 255]],
+        )
+    with pytest.raises(ValueError, match=rf"{kind}.png: class {value}, but there are {message}"):
+        load_segmentation(str(tmp_path))
 
 
 @pytest.mark.parametrize("lists", ["ImageSets/Segmentation", "ImageSets"])
