@@ -195,7 +195,7 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
                 # Read upright later: quarter turns are told by the EXIF orientation.
                 if picture.getexif().get(0x0112, 1) >= 5:
                     size = size[::-1]
-        except (UnreadableImageError, OSError) as error:
+        except (ValueError, OSError, SyntaxError) as error:
             bad.append(f"{image}: {error}")
             continue
         beyond = np.setdiff1d(values, known)
@@ -207,7 +207,9 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
                 f"and {' and '.join(map(str, dataset.ignored))} to ignore"
             )
     if bad:
-        raise ValueError(f"{len(bad):,} of {len(dataset):,} class maps can't be used: {some(bad)}")
+        raise ValueError(
+            f"{len(bad):,} of {len(dataset):,} pictures with their class maps can't be used: {some(bad)}"
+        )
 
 
 def read_class_ids(path: str | Path) -> np.ndarray:
@@ -325,6 +327,7 @@ def _cityscapes(root: Path, split: str) -> Split:
     suffix = "_gtFine_labelTrainIds.png" if ready else "_gtFine_labelIds.png"
     masks = [stem + suffix for stem in stems]
     _check_there(masks)
+    _check_pictures(root / "gtFine" / split, suffix, masks, folder)
     pairs = list(zip(images, masks, strict=True))
     if ready:
         return SegmentationDataset(pairs, np.arange(256, dtype=np.uint8), range(len(names))), names
@@ -382,6 +385,7 @@ def _pairs(images: Path, masks: Path) -> list[tuple[str, str]]:
         raise FileNotFoundError(f"{images} has no pictures ({', '.join(EXTENSIONS)})")
     paths = [str((masks / Path(path).relative_to(images)).with_suffix(".png")) for path in found]
     _check_there(paths)
+    _check_pictures(masks, ".png", paths, images)
     return list(zip(found, paths, strict=True))
 
 
@@ -389,6 +393,16 @@ def _check_there(paths: Sequence[str]) -> None:
     missing = [path for path in paths if not Path(path).is_file()]
     if missing:
         raise FileNotFoundError(f"{len(missing):,} class maps are missing: {some(missing)}")
+
+
+def _check_pictures(folder: Path, suffix: str, paired: Sequence[str], images: Path) -> None:
+    """Raise if ``folder`` has class maps beside those of the pictures."""
+    found = [path for path in image_files(folder) if path.endswith(suffix)]
+    alone = sorted(set(found).difference(paired))
+    if alone:
+        raise FileNotFoundError(
+            f"{len(alone):,} pictures are missing in {images}: there are only the class maps {some(alone)}"
+        )
 
 
 def _sizes(picture: tuple[int, ...], mask: tuple[int, ...]) -> str:

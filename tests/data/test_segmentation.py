@@ -13,6 +13,7 @@ from softfree.data.segmentation import (
     collate_pictures,
     collate_segmentation,
     load_segmentation,
+    load_split,
     train_transform,
 )
 from softfree.data.shapes import draw_shapes
@@ -82,6 +83,31 @@ def test_missing_class_maps_are_named(tmp_path):
     (root / "masks" / "train" / "a.png").unlink()
     with pytest.raises(FileNotFoundError, match="1 class maps are missing: .*a.png"):
         load_segmentation(str(root))
+
+
+@pytest.mark.parametrize(
+    ("images", "masks"),
+    [
+        ("images/train/{}.jpg", "masks/train/{}.png"),
+        ("images/training/{}.jpg", "annotations/training/{}.png"),
+        ("leftImg8bit/train/ulm/{}_leftImg8bit.png", "gtFine/train/ulm/{}_gtFine_labelIds.png"),
+    ],
+)
+def test_a_class_map_without_its_picture_is_named(tmp_path, images, masks):
+    (tmp_path / "classes.txt").write_text("ground\n")
+    for name in ("ulm_1", "ulm_2"):
+        write_pair(tmp_path / images.format(name), tmp_path / masks.format(name), ((0, 0),))
+    assert len(load_split(str(tmp_path), "train")[0]) == 2
+    (tmp_path / images.format("ulm_2")).unlink()
+    with pytest.raises(FileNotFoundError, match="1 pictures are missing in .*: .*/ulm_2"):
+        load_split(str(tmp_path), "train")
+
+
+def test_a_damaged_picture_is_not_called_a_class_map(tmp_path):
+    picture = folders(tmp_path, ((0, 1),)) / "images" / "train" / "a.png"
+    picture.write_bytes(picture.read_bytes()[:50])
+    with pytest.raises(ValueError, match="1 of 1 pictures with their class maps .*images/train/a"):
+        load_segmentation(str(tmp_path))
 
 
 def test_ade20k_counts_from_one_and_ignores_zero(tmp_path):
