@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from softfree.data import longrange
 from softfree.data.longrange import CIFAR10, TASKS, PadSequences, load_longrange
 
 
@@ -86,9 +85,7 @@ PAIRS = [(b"1.0", b"one paper", b"cites another"), (b"0.0", b'a "quoted" word', 
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n"])
-@pytest.mark.parametrize("scan", [7, 2**24])
-def test_retrieval_reads_pairs_by_line_from_disk(tmp_path, monkeypatch, ending, scan):
-    monkeypatch.setattr(longrange, "_SCAN", scan)
+def test_retrieval_reads_pairs_by_line_from_disk(tmp_path, ending):
     write_pairs(tmp_path, PAIRS, ending)
     data = load_longrange("retrieval", tmp_path)
     for split in (data.train, data.dev, pickle.loads(pickle.dumps(data.test))):
@@ -100,13 +97,19 @@ def test_retrieval_reads_pairs_by_line_from_disk(tmp_path, monkeypatch, ending, 
         ]
 
 
-@pytest.mark.parametrize("bad", [b"1.0\tid\tid\ttext", b"x\tid\tid\ta\tb", b"3\tid\tid\ta\tb"])
-def test_a_bad_pair_is_named(tmp_path, bad):
+@pytest.mark.parametrize("label", [b"x", b"3", b"0.7", b"nan", b"inf", b""])
+def test_a_bad_label_of_a_pair_is_named_before_the_run(tmp_path, label):
+    write_pairs(tmp_path, [*PAIRS, (label, b"a", b"b")])
+    with pytest.raises(ValueError, match=r"train.tsv, line 3"):
+        load_longrange("retrieval", tmp_path)
+
+
+@pytest.mark.parametrize("bad", [b"1.0\tid\tid\ttext", b"1.0\tid\tid\ta\tb\tc", b""])
+def test_a_line_that_is_no_pair_is_named_before_the_run(tmp_path, bad):
     write_pairs(tmp_path, PAIRS)
-    (tmp_path / "new_aan_pairs.train.tsv").write_bytes(b"0\tid\tid\ta\tb\n" + bad)
-    data = load_longrange("retrieval", tmp_path)
-    with pytest.raises(ValueError, match=r"train.tsv, line 2"):
-        data.train[1]
+    (tmp_path / "new_aan_pairs.eval.tsv").write_bytes(b"0\tid\tid\ta\tb\n" + bad + b"\n")
+    with pytest.raises(ValueError, match=r"eval.tsv, line 2"):
+        load_longrange("retrieval", tmp_path)
 
 
 def make_pictures(count, seed=0):
