@@ -459,7 +459,10 @@ def _read_class_folders(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]
         names = [split.name(index) for index in range(len(split))]
         pixels, labels = [], []
         for index in np.argsort([Path(name).name for name in names], kind="stable").tolist():
-            picture, label = split.read(index)
+            try:
+                picture, label = split.read(index)
+            except UnreadableImageError as error:
+                raise ValueError(f"--data-dir: {names[index]} can't be read: {error}") from error
             pixels.append(_grey(picture, names[index]))
             labels.append(label)
         parts.append((np.stack(pixels), np.array(labels, np.uint8)))

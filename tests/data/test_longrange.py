@@ -191,6 +191,13 @@ def test_a_picture_of_another_size_is_named(cifar):
         load_longrange("image", folders)
 
 
+def test_a_damaged_picture_in_class_folders_is_named(cifar):
+    _, folders, _ = cifar
+    (folders / "train" / "dog" / "odd.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"dog/odd.png can't be read: not a picture"):
+        load_longrange("image", folders)
+
+
 def test_a_grid_that_is_no_picture_is_named(cifar):
     grids, _, _ = cifar
     (grids / "test.png").write_bytes(b"no picture")
