@@ -243,7 +243,7 @@ def _read_imdb(task: LongRangeTask, root: Path, split: str) -> PackedSequences:
                 with path.open("rb") as file:
                     yield file.read(task.length), label
 
-    return _pack(task, documents())
+    return _pack(task, documents(), root / split)
 
 
 def _find_json_lines(root: Path, split: str) -> Path | None:
@@ -261,17 +261,20 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
     def documents() -> Iterator[tuple[bytes, int]]:
         with _open_packed(path) as file:
             for number, line in enumerate(_lines(file, path), 1):
+                if not line.strip():
+                    continue
                 try:
                     row = json.loads(line)
                     text, label = row["text"].encode(), int(row["label"])
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                     raise ValueError(
-                        f'--data-dir: {path}, line {number} is not {{"text": ..., "label": ...}}: {error!r}'
+                        f'--data-dir: {path}, line {number} must be {{"text": "...", "label": 0 or 1}}, '
+                        f"got {line[:60].decode(errors='replace').strip()}"
                     ) from error
                 _check_label(label, task, f"{path}, line {number}")
                 yield text, label
 
-    return _pack(task, documents())
+    return _pack(task, documents(), path)
 
 
 def _open_packed(path: Path) -> IO[bytes]:
@@ -286,13 +289,15 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
         raise ValueError(f"--data-dir: {path} can't be read: {error}") from error
 
 
-def _pack(task: LongRangeTask, documents: Iterable[tuple[bytes, int]]) -> PackedSequences:
+def _pack(
+    task: LongRangeTask, documents: Iterable[tuple[bytes, int]], source: Path
+) -> PackedSequences:
     rows, labels = [], []
     for text, label in documents:
         rows.append(encode_text(text, task.length))
         labels.append(label)
     if not rows:
-        raise ValueError(f"--data-dir has no sample for --task {task.name}")
+        raise ValueError(f"--data-dir: {source} has no sample for --task {task.name}")
     return PackedSequences(pack(rows, labels), 1, task.length)
 
 

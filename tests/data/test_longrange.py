@@ -3,6 +3,7 @@
 import json
 import lzma
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -61,11 +62,34 @@ def test_text_from_json_lines_with_a_dev_file_if_there_is_one(tmp_path, ending):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"text": "a"}', "no json", '{"text": 3, "label": 0}', '{"text": "a", "label": 2}']
+    "line",
+    [
+        '{"text": "a"}',
+        "no json",
+        "[1]",
+        '{"text": 3, "label": 0}',
+        '{"text": "a", "label": Infinity}',
+    ],
 )
-def test_a_bad_json_line_is_named(tmp_path, line):
-    (tmp_path / "train.jsonl").write_text('{"text": "a", "label": 0}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"train.jsonl, line 2"):
+def test_a_bad_json_line_is_named_with_what_it_must_be(tmp_path, line):
+    (tmp_path / "train.jsonl").write_text('\n{"text": "a", "label": 0}\n' + line + "\n")
+    expected = '{"text": "...", "label": 0 or 1}, got ' + line
+    with pytest.raises(ValueError, match=rf"train.jsonl, line 3 must be {re.escape(expected)}$"):
+        load_longrange("text", tmp_path)
+
+
+def test_a_label_that_is_neither_positive_nor_negative_is_named(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a", "label": 2}\n')
+    with pytest.raises(ValueError, match=r"train.jsonl, line 1: the label .* 0 to 1, got 2"):
+        load_longrange("text", tmp_path)
+
+
+def test_blank_json_lines_are_left_out_and_a_file_without_others_is_named(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('\n{"text": "a", "label": 0}\n\n')
+    assert len(load_longrange("text", tmp_path).train) == 1
+    (tmp_path / "test.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="test.jsonl has no sample for --task text"):
         load_longrange("text", tmp_path)
 
 
