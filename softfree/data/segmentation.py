@@ -22,6 +22,7 @@ from softfree.data.images import (
     EXTENSIONS,
     Unreadable,
     UnreadableImageError,
+    both_splits,
     image_files,
     open_image,
     some,
@@ -144,10 +145,19 @@ def load_segmentation(
         check: look at every file first: sizes, and class ids beyond the classes.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
-    (train, names), (val, _) = (
-        load_split(data_dir, split, ignore_label=ignore_label, check=check, shapes=count, side=side)
-        for split, count in zip(SPLITS, shapes, strict=True)
-    )
+    counts = dict(zip(SPLITS, shapes, strict=True))
+
+    def load(split: str) -> Split:
+        return load_split(
+            data_dir,
+            split,
+            ignore_label=ignore_label,
+            check=check,
+            shapes=counts[split],
+            side=side,
+        )
+
+    (train, names), (val, _) = both_splits(load)
     return SegmentationData(train, val, names)
 
 

@@ -91,6 +91,14 @@ def test_missing_annotations_are_named(tmp_path):
         load_detection(str(tmp_path))
 
 
+def test_faults_of_both_splits_are_named(tmp_path):
+    root = write_coco(tmp_path)
+    for split in ("train2017", "val2017"):
+        (root / split / "tall.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"(?s)train2017: tall.png.*val2017: tall.png"):
+        load_detection(str(root))
+
+
 def test_bad_annotations_stop_the_run_or_are_left_out(tmp_path):
     annotations = copy.deepcopy(ANNOTATIONS)
     annotations["annotations"][0]["bbox"] = [2, 3, 0, 4]

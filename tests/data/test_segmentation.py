@@ -57,6 +57,17 @@ def test_what_is_ignored_is_told_as_it_was_given(tmp_path, value):
         load_segmentation(str(root), ignore_label=1)
 
 
+def test_faults_of_both_splits_are_named_and_a_common_one_once(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"(?s)masks/train/a.png: class 7.*masks/val/a.png: class 7"
+    ):
+        load_segmentation(str(folders(tmp_path)))
+    (tmp_path / "classes.txt").unlink()
+    with pytest.raises(FileNotFoundError) as raised:
+        load_segmentation(str(tmp_path))
+    assert str(raised.value).count("classes.txt is missing") == 1
+
+
 def test_a_class_map_of_another_size_is_named(tmp_path):
     root = folders(tmp_path, ((0, 1), (1, 0)))
     write(root / "masks" / "val" / "a.png", np.zeros((3, 2)))
