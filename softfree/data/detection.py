@@ -156,10 +156,16 @@ def load_detection(
         )
 
     train, val = both_splits(load)
-    if train.category_ids != val.category_ids or train.class_names != val.class_names:
+    in_train, in_val = (
+        [f"{number} {name!r}" for number, name in zip(x.category_ids, x.class_names, strict=True)]
+        for x in (train, val)
+    )
+    if in_train != in_val:
+        only_train = some([category for category in in_train if category not in in_val])
+        only_val = some([category for category in in_val if category not in in_train])
         raise ValueError(
-            f"--data-dir {data_dir}: the categories of train and val differ "
-            f"({len(train.category_ids)} and {len(val.category_ids)})"
+            f"--data-dir {data_dir}: the categories of train and val differ; only in train: "
+            f"{only_train or 'none'}; only in val: {only_val or 'none'}"
         )
     return DetectionData(train, val)
 
