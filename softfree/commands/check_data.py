@@ -78,7 +78,14 @@ def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> No
             data, batch_size=CHUNK, collate_fn=only_unreadable, num_workers=workers
         )
         console = Console(stderr=True)
-        for files in track(loader, f"decoding {split}", console=console, transient=True):
+        progress = track(
+            loader,
+            f"decoding {split}",
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        for files in progress:
             faults += [f"{split}: {file.path}: {file.reason}" for file in files]
     if faults:
         print("\n".join(faults))

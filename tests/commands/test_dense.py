@@ -209,6 +209,7 @@ def test_every_half_written_picture_is_named(tmp_path, capsys, task, suffix, wor
     write_shapes(tmp_path, task, suffix)
     given = [task, "--data-dir", str(tmp_path), "--workers", workers]
     assert check_data.main(given) == 0
+    assert capsys.readouterr().err == ""  # no progress where nobody watches
     for split, index in (("train", 1), ("val", 0)):
         cut_in_half(tmp_path / "images" / split / f"shapes {index}{suffix}")
     with pytest.raises(ValueError, match="--data-dir .* 2 of 4 pictures can't be used"):
