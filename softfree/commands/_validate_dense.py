@@ -17,7 +17,7 @@ from softfree.training import checkpoint as checkpoints
 from softfree.training.distributed import Processes, join_processes
 from softfree.training.engine import amp_dtype_for, to_device
 from softfree.training.sampling import EvalSampler
-from softfree.training.settings import WORKERS
+from softfree.training.settings import WORKERS, check_workers
 
 AmpDtype = Literal["auto", "none", "bfloat16", "float16"]
 FIGURES = ("AP", "AP50", "AP75", "APS", "APM", "APL")
@@ -49,6 +49,7 @@ def detection(
     from softfree.training.detection import evaluate_detector, load_detector
 
     check_output("--results-file", results_file)
+    check_workers(workers)
     check_positive("--batch-size", batch_size)
     with join_processes(device) as processes:
         model, metadata = load_detector(checkpoint, processes.device)
@@ -117,6 +118,7 @@ def segmentation(
     from softfree.training.segmentation import evaluate_segmenter, load_segmenter
 
     check_output("--results-file", results_file)
+    check_workers(workers)
     with join_processes(device) as processes:
         model, metadata = load_segmenter(checkpoint, processes.device)
         trained_on = data_settings(checkpoint)

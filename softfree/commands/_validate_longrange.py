@@ -15,7 +15,7 @@ from softfree.training.longrange import (
     load_data,
     score_checkpoint,
 )
-from softfree.training.settings import read_settings
+from softfree.training.settings import check_workers, read_settings
 
 
 def longrange(
@@ -39,6 +39,7 @@ def longrange(
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
     check_positive("--batch-size", batch_size)
+    check_workers(workers)
     folder = locate(checkpoint)
     check_task(checkpoint, read_metadata(folder), LongRange.name)
     settings = read_settings(LongRangeSettings, folder / SETTINGS).data

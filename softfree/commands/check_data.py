@@ -9,7 +9,7 @@ from rich.progress import track
 from torch.utils.data import DataLoader
 
 from softfree.data.images import Unreadable
-from softfree.training.settings import WORKERS
+from softfree.training.settings import WORKERS, check_workers
 
 # Pictures a loading process takes at a time; the progress moves on after each lot.
 CHUNK = 16
@@ -43,6 +43,7 @@ def check_data(
         decode: also decode every picture, to find damaged ones; training does not before it starts.
         workers: processes that decode pictures.
     """
+    check_workers(workers)
     splits: dict[str, Any]
     if task == "detection":
         from softfree.data.detection import load_detection
@@ -77,7 +78,14 @@ def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> No
             data, batch_size=CHUNK, collate_fn=only_unreadable, num_workers=workers
         )
         console = Console(stderr=True)
-        for files in track(loader, f"decoding {split}", console=console, transient=True):
+        progress = track(
+            loader,
+            f"decoding {split}",
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        for files in progress:
             faults += [f"{split}: {file.path}: {file.reason}" for file in files]
     if faults:
         print("\n".join(faults))

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,7 +112,8 @@ def check_annotations(
     Args:
         source: where they are from, for the message.
         masks: check masks too.
-        skip_bad: leave out the bad ones instead of raising (``--skip-bad-annotations``).
+        skip_bad: leave out the bad ones and print how many, instead of raising
+            (``--skip-bad-annotations``).
     """
     for section in ("images", "categories"):
         ids = [entry["id"] for entry in annotations[section]]
@@ -120,12 +122,18 @@ def check_annotations(
         if not ids:
             raise ValueError(f"{source} has no {section}")
     bad = list(bad_annotations(annotations, masks))
-    if bad and not skip_bad:
+    if bad:
         reasons = [f"annotation {a.get('id', '?')}: {reason}" for a, reason in bad]
-        raise ValueError(
+        found = (
             f"{source}: {len(bad):,} of {len(annotations['annotations']):,} annotations can't be used "
-            f"({some(reasons)}); correct them, or leave them out with --skip-bad-annotations"
+            f"({some(reasons)})"
         )
+        if not skip_bad:
+            raise ValueError(
+                f"{found}; correct them, or leave them out with --skip-bad-annotations"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{found}; they are left out")
     left_out = {id(annotation) for annotation, _ in bad}
     kept = [a for a in annotations["annotations"] if id(a) not in left_out]
     if not kept:

@@ -19,7 +19,7 @@ from softfree.data.coco import (
     read_annotations,
     shape_annotations,
 )
-from softfree.data.images import Unreadable, UnreadableImageError, open_image, some
+from softfree.data.images import Unreadable, UnreadableImageError, both_splits, open_image, some
 from softfree.data.shapes import SIDE, draw_shapes
 
 ANNOTATION_FILES = (
@@ -148,14 +148,24 @@ def load_detection(
         skip_bad: leave out annotations that can't be used, instead of an error.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
-    train, val = (
-        load_split(data_dir, split, masks=masks, skip_bad=skip_bad, shapes=count, side=side)
-        for split, count in zip(("train", "val"), shapes, strict=True)
+    counts = dict(zip(("train", "val"), shapes, strict=True))
+
+    def load(split: str) -> CocoDetection:
+        return load_split(
+            data_dir, split, masks=masks, skip_bad=skip_bad, shapes=counts[split], side=side
+        )
+
+    train, val = both_splits(load)
+    in_train, in_val = (
+        [f"{number} {name!r}" for number, name in zip(x.category_ids, x.class_names, strict=True)]
+        for x in (train, val)
     )
-    if train.category_ids != val.category_ids or train.class_names != val.class_names:
+    if in_train != in_val:
+        only_train = some([category for category in in_train if category not in in_val])
+        only_val = some([category for category in in_val if category not in in_train])
         raise ValueError(
-            f"--data-dir {data_dir}: the categories of train and val differ "
-            f"({len(train.category_ids)} and {len(val.category_ids)})"
+            f"--data-dir {data_dir}: the categories of train and val differ; only in train: "
+            f"{only_train or 'none'}; only in val: {only_val or 'none'}"
         )
     return DetectionData(train, val)
 

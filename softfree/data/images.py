@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ VAL_NAMES = ("val", "validation", "valid", "test")
 # A header may promise a picture that does not fit into memory. The largest in ImageNet has 61 million.
 MAX_PIXELS = 100_000_000
 MAX_NAMED = 5
+T = TypeVar("T")
 
 
 class UnreadableImageError(ValueError):
@@ -172,6 +173,21 @@ def find_split(root: Path, names: Sequence[str]) -> Path:
 def _listing(folder: Path) -> str:
     entries = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())
     return some(entries) if entries else "nothing"
+
+
+def both_splits(load: Callable[[str], T]) -> tuple[T, T]:
+    """``load("train")`` and ``load("val")``; the faults of both in one error."""
+    found, faults = [], []
+    for split in ("train", "val"):
+        try:
+            found.append(load(split))
+        except (ValueError, FileNotFoundError) as error:
+            faults.append(error)
+    if faults:
+        kind = FileNotFoundError if isinstance(faults[0], FileNotFoundError) else ValueError
+        # What is no matter of one split, such as a missing folder, is said once.
+        raise kind("\n".join(dict.fromkeys(map(str, faults)))) from faults[0]
+    return found[0], found[1]
 
 
 def some(names: Sequence[str]) -> str:

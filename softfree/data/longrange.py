@@ -12,6 +12,7 @@
 Token 0 is padding; bytes and pixels are tokens 1 to 256.
 """
 
+import array
 import bz2
 import gzip
 import json
@@ -37,7 +38,6 @@ from softfree.data.listops import PAD, Samples
 SIDE = 32
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SPLIT_SEED = 0
-_SCAN = 2**24
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _read_imdb(task: LongRangeTask, root: Path, split: str) -> PackedSequences:
                 with path.open("rb") as file:
                     yield file.read(task.length), label
 
-    return _pack(task, documents())
+    return _pack(task, documents(), root / split)
 
 
 def _find_json_lines(root: Path, split: str) -> Path | None:
@@ -261,17 +261,20 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
     def documents() -> Iterator[tuple[bytes, int]]:
         with _open_packed(path) as file:
             for number, line in enumerate(_lines(file, path), 1):
+                if not line.strip():
+                    continue
                 try:
                     row = json.loads(line)
                     text, label = row["text"].encode(), int(row["label"])
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                     raise ValueError(
-                        f'--data-dir: {path}, line {number} is not {{"text": ..., "label": ...}}: {error!r}'
+                        f'--data-dir: {path}, line {number} must be {{"text": "...", "label": 0 or 1}}, '
+                        f"got {line[:60].decode(errors='replace').strip()}"
                     ) from error
                 _check_label(label, task, f"{path}, line {number}")
                 yield text, label
 
-    return _pack(task, documents())
+    return _pack(task, documents(), path)
 
 
 def _open_packed(path: Path) -> IO[bytes]:
@@ -286,13 +289,15 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
         raise ValueError(f"--data-dir: {path} can't be read: {error}") from error
 
 
-def _pack(task: LongRangeTask, documents: Iterable[tuple[bytes, int]]) -> PackedSequences:
+def _pack(
+    task: LongRangeTask, documents: Iterable[tuple[bytes, int]], source: Path
+) -> PackedSequences:
     rows, labels = [], []
     for text, label in documents:
         rows.append(encode_text(text, task.length))
         labels.append(label)
     if not rows:
-        raise ValueError(f"--data-dir has no sample for --task {task.name}")
+        raise ValueError(f"--data-dir: {source} has no sample for --task {task.name}")
     return PackedSequences(pack(rows, labels), 1, task.length)
 
 
@@ -302,8 +307,8 @@ def pack(rows: Sequence[NDArray[np.uint8]], labels: Sequence[int]) -> Samples:
     return Samples(np.concatenate(rows), offsets, np.array(labels, np.uint8))
 
 
-def _check_label(label: int, task: LongRangeTask, where: str) -> None:
-    if not 0 <= label < task.num_classes:
+def _check_label(label: float, task: LongRangeTask, where: str) -> None:
+    if label not in range(task.num_classes):
         raise ValueError(
             f"--data-dir: {where}: the label of --task {task.name} must be 0 to "
             f"{task.num_classes - 1}, got {label}"
@@ -323,7 +328,7 @@ class DocumentPairs(LongRangeDataset):
         super().__init__(task.length)
         self.task = task
         self.path = path
-        self.starts = _line_starts(path)
+        self.starts = _line_starts(path, task)
         if not len(self):
             raise ValueError(f"--data-dir: {path} is empty")
 
@@ -334,31 +339,35 @@ class DocumentPairs(LongRangeDataset):
         first, last = self.starts[index : index + 2]
         with self.path.open("rb") as file:
             file.seek(first)
-            fields = file.read(last - first).rstrip(b"\r\n").split(b"\t")
-        where = f"{self.path}, line {index + 1}"
-        try:
-            written, _, _, *texts = fields
-            label = int(float(written))
-        except ValueError as error:
-            raise ValueError(
-                f"--data-dir: {where} is not label, id1, id2, text1, text2 with tabs between"
-            ) from error
-        if len(texts) != 2:
-            raise ValueError(f"--data-dir: {where} has {len(fields)} fields, expected 5")
-        _check_label(label, self.task, where)
+            line = file.read(last - first)
+        texts, label = _parse_pair(line, self.task, f"{self.path}, line {index + 1}")
         return [to_tokens(encode_text(text, self.length)) for text in texts], label
 
 
-def _line_starts(path: Path) -> NDArray[np.int64]:
-    """Where each line begins, and the end of the last."""
-    found, position = [np.zeros(1, np.int64)], 0
+def _parse_pair(line: bytes, task: LongRangeTask, where: str) -> tuple[list[bytes], int]:
+    """Both texts of a line, and its label."""
+    fields = line.rstrip(b"\r\n").split(b"\t")
+    try:
+        written, _, _, *texts = fields
+        label = float(written)
+    except ValueError as error:
+        raise ValueError(
+            f"--data-dir: {where} is not label, id1, id2, text1, text2 with tabs between"
+        ) from error
+    if len(texts) != 2:
+        raise ValueError(f"--data-dir: {where} has {len(fields)} fields, expected 5")
+    _check_label(label, task, where)
+    return texts, int(label)
+
+
+def _line_starts(path: Path, task: LongRangeTask) -> NDArray[np.int64]:
+    """Where each line begins, and the end of the last; checks every line, so that none stops a run later."""
+    starts = array.array("q", [0])
     with path.open("rb") as file:
-        while chunk := file.read(_SCAN):
-            breaks = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
-            found.append(breaks + position + 1)
-            position += len(chunk)
-    starts = np.concatenate(found)
-    return starts if starts[-1] == position else np.append(starts, position)
+        for number, line in enumerate(file, 1):
+            _parse_pair(line, task, f"{path}, line {number}")
+            starts.append(starts[-1] + len(line))
+    return np.array(starts)
 
 
 def _load_retrieval(task: LongRangeTask, root: Path) -> LongRangeData:
@@ -455,7 +464,10 @@ def _read_class_folders(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]
         names = [split.name(index) for index in range(len(split))]
         pixels, labels = [], []
         for index in np.argsort([Path(name).name for name in names], kind="stable").tolist():
-            picture, label = split.read(index)
+            try:
+                picture, label = split.read(index)
+            except UnreadableImageError as error:
+                raise ValueError(f"--data-dir: {names[index]} can't be read: {error}") from error
             pixels.append(_grey(picture, names[index]))
             labels.append(label)
         parts.append((np.stack(pixels), np.array(labels, np.uint8)))

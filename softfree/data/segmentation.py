@@ -22,6 +22,7 @@ from softfree.data.images import (
     EXTENSIONS,
     Unreadable,
     UnreadableImageError,
+    both_splits,
     image_files,
     open_image,
     some,
@@ -30,6 +31,8 @@ from softfree.data.shapes import CLASSES, SIDE, draw_shapes
 
 IGNORE = 255
 ADE20K_CLASSES = 150
+# Of all labels; 19 of them are classes. -1, a license plate, is 255 in 8 bits.
+CITYSCAPES_IDS = 34
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid")}
 VOC_CLASSES = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
@@ -62,11 +65,14 @@ class SegmentationDataset(Dataset):
     Args:
         pairs: paths of picture and class map.
         classes: from a value in the files, 0 .. 255, to its class; (256,) uint8.
+        ids, ignored: values of the files that stand for a class, and those that stand for none.
         transform: applied to (image, class map), with torchvision's tv_tensors.
     """
 
     pairs: Sequence[tuple[str, str]]
     classes: np.ndarray
+    ids: range
+    ignored: tuple[int, ...] = (IGNORE,)
     transform: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __len__(self) -> int:
@@ -97,7 +103,9 @@ class ShapeSegmentation(SegmentationDataset):
     """The embedded shapes: class 0 is the ground."""
 
     def __init__(self, count: int, split: str, side: int = SIDE):
-        super().__init__([("", "")] * count, np.arange(256, dtype=np.uint8))
+        super().__init__(
+            [("", "")] * count, np.arange(256, dtype=np.uint8), range(len(CLASSES) + 1)
+        )
         self.split = split
         self.side = side
 
@@ -137,10 +145,19 @@ def load_segmentation(
         check: look at every file first: sizes, and class ids beyond the classes.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
-    (train, names), (val, _) = (
-        load_split(data_dir, split, ignore_label=ignore_label, check=check, shapes=count, side=side)
-        for split, count in zip(SPLITS, shapes, strict=True)
-    )
+    counts = dict(zip(SPLITS, shapes, strict=True))
+
+    def load(split: str) -> Split:
+        return load_split(
+            data_dir,
+            split,
+            ignore_label=ignore_label,
+            check=check,
+            shapes=counts[split],
+            side=side,
+        )
+
+    (train, names), (val, _) = both_splits(load)
     return SegmentationData(train, val, names)
 
 
@@ -172,34 +189,37 @@ def load_split(
             f"--data-dir {root} has none of the layouts that are known:\n{LAYOUTS}"
         )
     if check:
-        check_segmentation(dataset, len(names))
+        check_segmentation(dataset)
     return dataset, names
 
 
-def check_segmentation(dataset: SegmentationDataset, num_classes: int) -> None:
-    """Raise if a class map has another size than its picture, or a class beyond ``num_classes``."""
-    bad = []
+def check_segmentation(dataset: SegmentationDataset) -> None:
+    """Raise if a class map has another size than its picture, or a value that is not the data set's."""
+    ids, bad = dataset.ids, []
+    known = [*ids, *dataset.ignored]
     for image, mask in dataset.pairs:
         try:
-            classes = dataset.classes[read_class_ids(mask)]
+            values = read_class_ids(mask)
             with Image.open(image) as picture:
                 size = picture.size
                 # Read upright later: quarter turns are told by the EXIF orientation.
                 if picture.getexif().get(0x0112, 1) >= 5:
                     size = size[::-1]
-        except (UnreadableImageError, OSError) as error:
+        except (ValueError, OSError, SyntaxError) as error:
             bad.append(f"{image}: {error}")
             continue
-        beyond = np.setdiff1d(classes, [*range(num_classes), IGNORE])
-        if size != classes.shape[::-1]:
-            bad.append(f"{mask}: {_sizes(size, classes.shape[::-1])}")
+        beyond = np.setdiff1d(values, known)
+        if size != values.shape[::-1]:
+            bad.append(f"{mask}: {_sizes(size, values.shape[::-1])}")
         elif len(beyond):
             bad.append(
-                f"{mask}: class {beyond[0]}, but there are {num_classes} (0 to {num_classes - 1}) "
-                f"and {IGNORE} to ignore"
+                f"{mask}: class {beyond[0]}, but there are {len(ids)} ({ids[0]} to {ids[-1]}) "
+                f"and {' and '.join(map(str, dataset.ignored))} to ignore"
             )
     if bad:
-        raise ValueError(f"{len(bad):,} of {len(dataset):,} class maps can't be used: {some(bad)}")
+        raise ValueError(
+            f"{len(bad):,} of {len(dataset):,} pictures with their class maps can't be used: {some(bad)}"
+        )
 
 
 def read_class_ids(path: str | Path) -> np.ndarray:
@@ -284,11 +304,11 @@ def collate_pictures(samples: Iterable[Sample]) -> SegmentationBatch:
 def _ade20k(root: Path, split: str) -> Split:
     # 0 is "other", which the benchmark ignores; 1 .. 150 are the classes.
     classes = np.full(256, IGNORE, np.uint8)
-    classes[1 : ADE20K_CLASSES + 1] = np.arange(ADE20K_CLASSES)
-    # Values beyond would be ignored in silence; kept, the check sees them.
-    classes[ADE20K_CLASSES + 1 : IGNORE] = np.arange(ADE20K_CLASSES, IGNORE - 1)
+    ids = range(1, ADE20K_CLASSES + 1)
+    classes[ids] = np.arange(ADE20K_CLASSES)
     pairs = _pairs(_folder(root / "images", split), _folder(root / "annotations", split))
-    return SegmentationDataset(pairs, classes), _ade20k_names(root / "objectInfo150.txt")
+    names = _ade20k_names(root / "objectInfo150.txt")
+    return SegmentationDataset(pairs, classes, ids, ignored=(0, IGNORE)), names
 
 
 def _ade20k_names(path: Path) -> tuple[str, ...]:
@@ -317,8 +337,11 @@ def _cityscapes(root: Path, split: str) -> Split:
     suffix = "_gtFine_labelTrainIds.png" if ready else "_gtFine_labelIds.png"
     masks = [stem + suffix for stem in stems]
     _check_there(masks)
-    table = np.arange(256, dtype=np.uint8) if ready else by_id
-    return SegmentationDataset(list(zip(images, masks, strict=True)), table), names
+    _check_pictures(root / "gtFine" / split, suffix, masks, folder)
+    pairs = list(zip(images, masks, strict=True))
+    if ready:
+        return SegmentationDataset(pairs, np.arange(256, dtype=np.uint8), range(len(names))), names
+    return SegmentationDataset(pairs, by_id, range(CITYSCAPES_IDS)), names
 
 
 def _voc(root: Path, split: str) -> Split:
@@ -339,7 +362,8 @@ def _voc(root: Path, split: str) -> Split:
         raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, named in {path}")
     _check_there(masks)
     pairs = [(pictures[name], mask) for name, mask in zip(names, masks, strict=True)]
-    return SegmentationDataset(pairs, np.arange(256, dtype=np.uint8)), VOC_CLASSES
+    classes = np.arange(256, dtype=np.uint8)
+    return SegmentationDataset(pairs, classes, range(len(VOC_CLASSES))), VOC_CLASSES
 
 
 def _folders(root: Path, split: str, ignore_label: int) -> Split:
@@ -354,7 +378,7 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
     classes = np.arange(256, dtype=np.uint8)
     classes[ignore_label] = IGNORE
     pairs = _pairs(_folder(root / "images", split), _folder(root / "masks", split))
-    return SegmentationDataset(pairs, classes), names
+    return SegmentationDataset(pairs, classes, range(len(names)), ignored=(ignore_label,)), names
 
 
 def _folder(folder: Path, split: str) -> Path:
@@ -371,6 +395,7 @@ def _pairs(images: Path, masks: Path) -> list[tuple[str, str]]:
         raise FileNotFoundError(f"{images} has no pictures ({', '.join(EXTENSIONS)})")
     paths = [str((masks / Path(path).relative_to(images)).with_suffix(".png")) for path in found]
     _check_there(paths)
+    _check_pictures(masks, ".png", paths, images)
     return list(zip(found, paths, strict=True))
 
 
@@ -378,6 +403,16 @@ def _check_there(paths: Sequence[str]) -> None:
     missing = [path for path in paths if not Path(path).is_file()]
     if missing:
         raise FileNotFoundError(f"{len(missing):,} class maps are missing: {some(missing)}")
+
+
+def _check_pictures(folder: Path, suffix: str, paired: Sequence[str], images: Path) -> None:
+    """Raise if ``folder`` has class maps beside those of the pictures."""
+    found = [path for path in image_files(folder) if path.endswith(suffix)]
+    alone = sorted(set(found).difference(paired))
+    if alone:
+        raise FileNotFoundError(
+            f"{len(alone):,} pictures are missing in {images}: there are only the class maps {some(alone)}"
+        )
 
 
 def _sizes(picture: tuple[int, ...], mask: tuple[int, ...]) -> str:

@@ -124,9 +124,16 @@ class Interval:
         return cls(int(number), unit)
 
 
+def check_workers(workers: int) -> None:
+    """Refuse a negative number of loading processes."""
+    if workers < 0:
+        raise ValueError(f"--workers must be at least 0, got {workers}")
+
+
 def check_settings(optim: OptimSettings, run: RunSettings) -> None:
     """Refuse values that can't be meant, by the names of their flags."""
     Interval.parse(run.save_every)
+    check_workers(run.workers)
     at_least = {
         "--batch-size": (optim.batch_size, 1),
         "--grad-accum-steps": (optim.grad_accum_steps, 1),
@@ -137,7 +144,6 @@ def check_settings(optim: OptimSettings, run: RunSettings) -> None:
         "--warmup-steps": (optim.warmup_steps, 0),
         "--weight-decay": (optim.weight_decay, 0),
         "--clip-grad": (optim.clip_grad, 0),
-        "--workers": (run.workers, 0),
         "--log-interval": (run.log_interval, 1),
         "--eval-every": (run.eval_every, 0),
         "--max-skipped": (run.max_skipped, 1),

@@ -168,6 +168,13 @@ def test_faults_are_named(tmp_path):
         check_data.main(["detection", "--data-dir", str(tmp_path)])
 
 
+@pytest.mark.parametrize("task", ["detection", "segmentation"])
+def test_fewer_processes_than_none_are_refused_by_their_flag(tmp_path, task):
+    for command, given in ((check_data, "--data-dir"), (validate, "--checkpoint")):
+        with pytest.raises(ValueError, match="--workers must be at least 0, got -1"):
+            command.main([task, given, str(tmp_path), "--workers", "-1"])
+
+
 def write_shapes(root, task, suffix):
     """Three shapes for training and one for validation, as files."""
     for split, count in (("train", 3), ("val", 1)):
@@ -202,6 +209,7 @@ def test_every_half_written_picture_is_named(tmp_path, capsys, task, suffix, wor
     write_shapes(tmp_path, task, suffix)
     given = [task, "--data-dir", str(tmp_path), "--workers", workers]
     assert check_data.main(given) == 0
+    assert capsys.readouterr().err == ""  # no progress where nobody watches
     for split, index in (("train", 1), ("val", 0)):
         cut_in_half(tmp_path / "images" / split / f"shapes {index}{suffix}")
     with pytest.raises(ValueError, match="--data-dir .* 2 of 4 pictures can't be used"):

@@ -28,6 +28,11 @@ def test_the_score_is_that_of_the_training(output, capsys):
     assert f"loss {expected['loss']:.4f}" in out
 
 
+def test_fewer_processes_than_none_are_refused_by_their_flag(tmp_path):
+    with pytest.raises(ValueError, match="--workers must be at least 0, got -1"):
+        longrange(tmp_path, workers=-1)
+
+
 @pytest.mark.slow
 def test_two_processes_share_the_samples_and_say_what_one_says(output, capsys):
     options = ["--checkpoint", str(output / "best"), "--batch-size", "2", "--workers", "0"]

@@ -91,6 +91,14 @@ def test_missing_annotations_are_named(tmp_path):
         load_detection(str(tmp_path))
 
 
+def test_faults_of_both_splits_are_named(tmp_path):
+    root = write_coco(tmp_path)
+    for split in ("train2017", "val2017"):
+        (root / split / "tall.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"(?s)train2017: tall.png.*val2017: tall.png"):
+        load_detection(str(root))
+
+
 def test_bad_annotations_stop_the_run_or_are_left_out(tmp_path):
     annotations = copy.deepcopy(ANNOTATIONS)
     annotations["annotations"][0]["bbox"] = [2, 3, 0, 4]
@@ -104,8 +112,13 @@ def test_categories_of_train_and_val_must_be_the_same(tmp_path):
     root = write_coco(tmp_path)
     other = copy.deepcopy(ANNOTATIONS)
     other["categories"].append(dict(id=5, name="dog"))
-    (root / "annotations" / "instances_val2017.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="categories of train and val differ"):
+    path = root / "annotations" / "instances_val2017.json"
+    path.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="differ; only in train: none; only in val: 5 'dog'$"):
+        load_detection(str(root))
+    other["categories"] = [dict(id=90, name="broom"), dict(id=3, name="cat")]
+    path.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="in train: 90 'brush'; only in val: 90 'broom'$"):
         load_detection(str(root))
 
 

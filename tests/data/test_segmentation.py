@@ -13,6 +13,7 @@ from softfree.data.segmentation import (
     collate_pictures,
     collate_segmentation,
     load_segmentation,
+    load_split,
     train_transform,
 )
 from softfree.data.shapes import draw_shapes
@@ -49,6 +50,24 @@ def test_a_class_beyond_the_classes_is_named(tmp_path):
         load_segmentation(str(folders(tmp_path)))
 
 
+@pytest.mark.parametrize("value", [7, 255])
+def test_what_is_ignored_is_told_as_it_was_given(tmp_path, value):
+    root = folders(tmp_path, ((0, 1, value),))
+    with pytest.raises(ValueError, match=rf"class {value}, .*\(0 to 1\) and 1 to ignore"):
+        load_segmentation(str(root), ignore_label=1)
+
+
+def test_faults_of_both_splits_are_named_and_a_common_one_once(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"(?s)masks/train/a.png: class 7.*masks/val/a.png: class 7"
+    ):
+        load_segmentation(str(folders(tmp_path)))
+    (tmp_path / "classes.txt").unlink()
+    with pytest.raises(FileNotFoundError) as raised:
+        load_segmentation(str(tmp_path))
+    assert str(raised.value).count("classes.txt is missing") == 1
+
+
 def test_a_class_map_of_another_size_is_named(tmp_path):
     root = folders(tmp_path, ((0, 1), (1, 0)))
     write(root / "masks" / "val" / "a.png", np.zeros((3, 2)))
@@ -77,6 +96,31 @@ def test_missing_class_maps_are_named(tmp_path):
         load_segmentation(str(root))
 
 
+@pytest.mark.parametrize(
+    ("images", "masks"),
+    [
+        ("images/train/{}.jpg", "masks/train/{}.png"),
+        ("images/training/{}.jpg", "annotations/training/{}.png"),
+        ("leftImg8bit/train/ulm/{}_leftImg8bit.png", "gtFine/train/ulm/{}_gtFine_labelIds.png"),
+    ],
+)
+def test_a_class_map_without_its_picture_is_named(tmp_path, images, masks):
+    (tmp_path / "classes.txt").write_text("ground\n")
+    for name in ("ulm_1", "ulm_2"):
+        write_pair(tmp_path / images.format(name), tmp_path / masks.format(name), ((0, 0),))
+    assert len(load_split(str(tmp_path), "train")[0]) == 2
+    (tmp_path / images.format("ulm_2")).unlink()
+    with pytest.raises(FileNotFoundError, match="1 pictures are missing in .*: .*/ulm_2"):
+        load_split(str(tmp_path), "train")
+
+
+def test_a_damaged_picture_is_not_called_a_class_map(tmp_path):
+    picture = folders(tmp_path, ((0, 1),)) / "images" / "train" / "a.png"
+    picture.write_bytes(picture.read_bytes()[:50])
+    with pytest.raises(ValueError, match="1 of 1 pictures with their class maps .*images/train/a"):
+        load_segmentation(str(tmp_path))
+
+
 def test_ade20k_counts_from_one_and_ignores_zero(tmp_path):
     for split in ("training", "validation"):
         write_pair(
@@ -87,6 +131,13 @@ def test_ade20k_counts_from_one_and_ignores_zero(tmp_path):
     data = load_segmentation(str(tmp_path))
     assert len(data.class_names) == 150
     assert data.train[0][1].tolist() == [[IGNORE, 0, 149]]
+
+
+def test_a_value_beyond_ade20ks_is_named_as_it_is_in_the_file(tmp_path):
+    test_ade20k_counts_from_one_and_ignores_zero(tmp_path)
+    write(tmp_path / "annotations" / "training" / "a.png", ((0, 1, 180),))
+    with pytest.raises(ValueError, match=r"class 180, .* 150 \(1 to 150\) and 0 and 255 to ignore"):
+        load_segmentation(str(tmp_path))
 
 
 def test_ade20k_takes_names_from_its_table(tmp_path):
@@ -112,6 +163,21 @@ def test_cityscapes_gives_the_19_training_classes(tmp_path, ready):
     assert data.class_names[0] == "road"
     assert len(data.class_names) == 19
     assert data.val[0][1].tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [("labelIds", 99, r"34 \(0 to 33\)"), ("labelTrainIds", 33, r"19 \(0 to 18\)")],
+)
+def test_an_id_that_cityscapes_does_not_have_is_named(tmp_path, kind, value, message):
+    for split in ("train", "val"):
+        write_pair(
+            tmp_path / "leftImg8bit" / split / "ulm" / "ulm_0_1_leftImg8bit.png",
+            tmp_path / "gtFine" / split / "ulm" / f"ulm_0_1_gtFine_{kind}.png",
+            [[0, value, 255]],
+        )
+    with pytest.raises(ValueError, match=rf"{kind}.png: class {value}, but there are {message}"):
+        load_segmentation(str(tmp_path))
 
 
 @pytest.mark.parametrize("lists", ["ImageSets/Segmentation", "ImageSets"])
