@@ -14,7 +14,7 @@ from softfree.commands._figure_common import (
     new_figure,
     save_figure,
 )
-from softfree.training.settings import WORKERS
+from softfree.training.settings import WORKERS, check_workers
 
 Curve = Sequence[tuple[int, float]]
 MARKERS = "os^Dv"
@@ -48,6 +48,7 @@ def resolution(
 
     check_figure(output)
     check_positive("--batch-size", batch_size)
+    check_workers(workers)
     if not sizes or min(sizes) < NARROWEST:
         raise ValueError(
             f"--sizes must each be at least {NARROWEST}, got {' '.join(map(str, sizes))}"

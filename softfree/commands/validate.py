@@ -39,7 +39,7 @@ from softfree.training.classification import (
 from softfree.training.devices import amp_dtype_for, to_device
 from softfree.training.distributed import Processes, gather, join_processes
 from softfree.training.sampling import EvalSampler, short_errors
-from softfree.training.settings import WORKERS
+from softfree.training.settings import WORKERS, check_workers
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,6 +88,7 @@ def classification(
     """
     check_output("--results-file", results_file)
     check_positive("--batch-size", batch_size)
+    check_workers(workers)
     for size in img_size:
         check_positive("--img-size", size)
     if checkpoint.is_file() and not model:
