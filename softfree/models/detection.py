@@ -30,6 +30,7 @@ from torchvision.ops.feature_pyramid_network import (
     LastLevelP6P7,
 )
 
+from softfree.models.checks import check_at_least, check_grouped
 from softfree.models.features import REDUCTIONS, PyramidFeatures
 from softfree.ops.inverse import full_precision
 
@@ -167,6 +168,8 @@ def retinanet(
         >>> sorted(detections)
         ['boxes', 'labels', 'scores']
     """
+    check_at_least(1, num_classes=num_classes, width=width, anchor_size=anchor_size)
+    check_grouped(**{"width": width} if head_norm else {})
     features = PyramidFeatures(
         backbone,
         checkpoint=backbone_checkpoint,
@@ -222,6 +225,7 @@ def mask_rcnn(
         >>> sorted(detections)
         ['boxes', 'labels', 'masks', 'scores']
     """
+    check_at_least(1, num_classes=num_classes, width=width, anchor_size=anchor_size)
     features = PyramidFeatures(
         backbone, checkpoint=backbone_checkpoint, frozen_bn=frozen_bn, **(backbone_kwargs or {})
     )

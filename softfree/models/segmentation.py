@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from timm.layers import ConvNormAct, freeze_batch_norm_2d
 from torch import Tensor, nn
 
+from softfree.models.checks import check_at_least
 from softfree.models.features import (
     available_reductions,
     backbone_arguments,
@@ -86,6 +87,8 @@ def upernet(
     """
     import segmentation_models_pytorch as smp
 
+    check_at_least(1, num_classes=num_classes)
+    check_at_least(2, width=width)
     arguments = backbone_arguments(backbone, **(backbone_kwargs or {}))
     available_reductions(backbone, arguments)
     weights = (

@@ -13,6 +13,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 from softfree.layers import create_attention
+from softfree.models.checks import check_at_least
 
 Pooling = Literal["mean", "cls"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "cls")
@@ -88,6 +89,10 @@ class SequenceClassifier(nn.Module):
         super().__init__()
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        check_at_least(
+            1, vocab_size=vocab_size, length=length, num_classes=num_classes, depth=depth,
+            mlp_dim=mlp_dim,
+        )  # fmt: skip
         self.length = length
         self.pair = pair
         self.embedding = nn.Embedding(vocab_size, dim)

@@ -23,6 +23,7 @@ from softfree.data.detection import (
     load_detection,
     train_transform,
 )
+from softfree.models.checks import check_at_least, check_grouped
 from softfree.models.detection import mask_rcnn, retinanet
 from softfree.training.classification import check_model_name
 from softfree.training.coco_metrics import CocoMetrics
@@ -174,7 +175,13 @@ class Detection(Task):
             if not sides or min(sides) < 1:
                 listed = ", ".join(map(str, sides)) or "none"
                 raise ValueError(f"{flag} must be at least 1, got {listed}")
-        self.masks = settings.detector.detector == "mask-rcnn"
+        detector = settings.detector
+        check_at_least(1, **{"--width": detector.width, "--anchor-size": detector.anchor_size})
+        # Half of them train the proposals themselves.
+        check_at_least(2, **{"--proposals": detector.proposals})
+        if detector.head_norm and detector.detector == "retinanet":
+            check_grouped(**{"--width": detector.width})
+        self.masks = detector.detector == "mask-rcnn"
         self.metric = "mask_AP" if self.masks else "box_AP"
         if data is None:
             data = load_detection(

@@ -30,6 +30,7 @@ from softfree.data.longrange import (
     load_longrange,
 )
 from softfree.layers import ATTENTIONS
+from softfree.models.checks import check_at_least
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import checkpoint, distributed
 from softfree.training.classification import parse_model_kwargs
@@ -244,12 +245,8 @@ class LongRange(Task):
 
 def load_data(settings: LongRangeDataSettings) -> LongRangeData:
     """The task's samples; says what it does while it makes those of listops."""
-    for flag, value in (
-        ("--listops-train", settings.listops_train),
-        ("--listops-eval", settings.listops_eval),
-    ):
-        if value < 1:
-            raise ValueError(f"{flag} must be at least 1, got {value}")
+    sizes = {"--listops-train": settings.listops_train, "--listops-eval": settings.listops_eval}
+    check_at_least(1, **sizes)
     console = Console(stderr=True, highlight=False)
 
     @functools.cache
@@ -275,6 +272,20 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
         raise ValueError(
             f"--pooling must be one of {', '.join(POOLINGS)}, got {settings.pooling!r}"
         )
+    check_at_least(
+        1,
+        **{
+            "--depth": settings.depth,
+            "--num-heads": settings.num_heads,
+            "--mlp-dim": settings.mlp_dim,
+        },
+    )
+    if settings.dim < 1 or settings.dim % settings.num_heads:
+        raise ValueError(
+            f"--dim must be a multiple of --num-heads {settings.num_heads}, got {settings.dim}"
+        )
+    if not 0 <= settings.dropout < 1:
+        raise ValueError(f"--dropout must lie in [0, 1), got {settings.dropout:g}")
     return {
         **dataclasses.asdict(settings),
         "attention_options": parse_model_kwargs(

@@ -26,6 +26,7 @@ from softfree.data.segmentation import (
     load_segmentation,
     train_transform,
 )
+from softfree.models.checks import check_at_least
 from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
 from softfree.training.classification import Normalize, check_model_name
 from softfree.training.dense import (
@@ -150,13 +151,9 @@ class Segmentation(Task):
         self.settings = settings
         given = settings.data
         check_model_name(settings.backbone.model)
-        for flag, value, least in (
-            ("--crop", given.crop, 1),
-            ("--short-side", given.short_side, 0),
-            ("--window", given.window, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{flag} must be at least {least}, got {value}")
+        check_at_least(0, **{"--short-side": given.short_side, "--window": given.window})
+        check_at_least(1, **{"--crop": given.crop})
+        check_at_least(2, **{"--width": settings.decoder.width})
         low, high = given.scales
         if not 0 < low <= high:
             raise ValueError(f"--scales must be above 0 and in order, got {low:g} {high:g}")

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
+from softfree.models.checks import check_at_least
+
 Settings = TypeVar("Settings")
 Overrides = Mapping[str, Mapping[str, Any]]
 # torch warns of more loading processes than there are cores.
@@ -149,8 +151,10 @@ def check_settings(optim: OptimSettings, run: RunSettings) -> None:
         "--max-skipped": (run.max_skipped, 1),
     }
     for flag, (value, lowest) in at_least.items():
-        if not value >= lowest:
-            raise ValueError(f"{flag} must be at least {lowest}, got {value}")
+        check_at_least(lowest, **{flag: value})
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        first, second = optim.betas
+        raise ValueError(f"--betas must lie in [0, 1), got {first:g} {second:g}")
     if not 0 < optim.layer_decay <= 1:
         raise ValueError(f"--layer-decay must lie in (0, 1], got {optim.layer_decay}")
     if not 0 <= optim.model_ema_decay < 1:

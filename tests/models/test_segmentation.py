@@ -95,3 +95,9 @@ def test_activations_can_be_recomputed():
     logits, auxiliary = model(torch.randn(2, 3, 64, 64))
     (logits.sum() + auxiliary.sum()).backward()
     assert model.network.encoder.model.model.stem[0].conv.weight.grad is not None
+
+
+@pytest.mark.parametrize("given", [dict(num_classes=0), dict(width=1)])
+def test_decoders_without_classes_or_channels_are_refused(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))} must be at least"):
+        upernet("softpp_tiny", **given)

@@ -182,6 +182,23 @@ def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
         Detection(override(tiny(tmp_path), {"data": given}), shapes())
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(width=0), "--width must be at least 1, got 0"),
+        (dict(width=7), "--width must be a multiple of 8 where the heads have GroupNorm, got 7"),
+        (dict(width=260), "--width must be a multiple of 32 where"),
+        (dict(width=0, detector="mask-rcnn"), "--width must be at least 1, got 0"),
+        (dict(anchor_size=-4), "--anchor-size must be at least 1, got -4"),
+        (dict(proposals=-3, detector="mask-rcnn"), "--proposals must be at least 2, got -3"),
+        (dict(proposals=1, detector="mask-rcnn"), "--proposals must be at least 2, got 1"),
+    ],
+)
+def test_detectors_that_can_not_be_built_or_trained_are_refused(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        Detection(override(tiny(tmp_path), {"detector": given}), shapes())
+
+
 def test_a_checkpoint_of_another_task_is_refused(tmp_path):
     settings = tiny(tmp_path)
     train(Detection(settings, shapes()), settings.optim, settings.run, "{}")

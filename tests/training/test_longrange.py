@@ -179,6 +179,10 @@ def test_pairs_train(tmp_path):
         (["--attention-options", "strides=3"], "--attention-options: attention has no option 'strides'"),
         (["--attention-options", "stride"], "--attention-options must look like stride=32, got 'stride'"),
         (["--listops-train", "0"], "--listops-train must be at least 1"),
+        (["--mlp-dim", "0"], "--mlp-dim must be at least 1, got 0"),
+        (["--depth", "0"], "--depth must be at least 1, got 0"),
+        (["--dim", "65"], "--dim must be a multiple of --num-heads 2, got 65"),
+        (["--dropout", "1.5"], "--dropout must lie in [0, 1), got 1.5"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(options, message, capsys, tmp_path):

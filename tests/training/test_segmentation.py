@@ -86,6 +86,11 @@ def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
         Segmentation(override(tiny(tmp_path), {"data": given}), shapes())
 
 
+def test_a_decoder_without_channels_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--width must be at least 2, got 0"):
+        Segmentation(override(tiny(tmp_path), {"decoder": dict(width=0)}), shapes())
+
+
 def test_a_few_steps_on_one_batch_lower_the_loss(tmp_path):
     task = Segmentation(tiny(tmp_path), shapes(2))
     model = task.build_model().train()

@@ -107,6 +107,7 @@ def test_intervals_that_are_none_are_refused(text):
         (dict(layer_decay=1.5), "--layer-decay"),
         (dict(model_ema_decay=1.0), "--model-ema-decay"),
         (dict(clip_grad=-1.0), "--clip-grad"),
+        (dict(betas=(2.0, 3.0)), "--betas"),
     ],
 )
 def test_values_that_can_not_be_meant_are_refused_by_their_flag(changes, flag):

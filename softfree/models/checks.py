@@ -1,0 +1,19 @@
+"""Checks of arguments: errors that name the argument, or the flag that the user typed."""
+
+
+def check_at_least(least: float, **arguments: float) -> None:
+    """Refuse lower values: ``check_at_least(1, width=width)``; flags go in as ``**{"--width": width}``."""
+    for name, value in arguments.items():
+        if not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_grouped(**arguments: int) -> None:
+    """Refuse channels that RetinaNet's GroupNorm, of at most 32 groups of 8 or more, can't share out."""
+    for name, channels in arguments.items():
+        groups = min(32, channels // 8)
+        if groups < 1 or channels % groups:
+            unit = 8 if channels < 256 else 32
+            raise ValueError(
+                f"{name} must be a multiple of {unit} where the heads have GroupNorm, got {channels}"
+            )
