@@ -43,6 +43,8 @@ from softfree.commands._benchmark_throughput import draw_bars
 from softfree.commands.train import report
 from softfree.data.longrange import TASKS, LongRangeData
 from softfree.layers import ATTENTIONS
+from softfree.layers.factory import option_names
+from softfree.models.sequence import SequenceClassifier
 from softfree.training.checkpoint import SETTINGS, different_settings
 from softfree.training.devices import choose_device
 from softfree.training.longrange import (
@@ -51,7 +53,7 @@ from softfree.training.longrange import (
     LongRangeDataSettings,
     LongRangeSettings,
     SequenceModelSettings,
-    build,
+    check_encoder,
     load_data,
     model_arguments,
     recipe,
@@ -166,19 +168,25 @@ def check(settings: CompareSettings) -> None:
     check_output("--plot", settings.plot)
     if settings.plot is not None:
         check_plot(settings.plot)
+    known = sorted(set().union(*map(option_names, settings.attentions)))
+    for word in settings.model.attention_options:
+        if "=" in word:
+            check_choices("--attention-options", [word.partition("=")[0]], known)
     for name in settings.attentions:
         arguments = model_arguments(settings_for(settings, name).model, TASKS[settings.data.task])
-        with torch.device("meta"):
-            build(arguments)
+        check_encoder(arguments)
 
 
 def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings:
-    """What `softfree train longrange` would be told."""
+    """What `softfree train longrange` would be told: of --attention-options those that the attention takes."""
+    known = option_names(attention)
+    words = settings.model.attention_options
+    own = tuple(word for word in words if "=" not in word or word.partition("=")[0] in known)
     folder = settings.run.output / settings.data.task / attention
     return LongRangeSettings(
         settings.recipe,
         settings.data,
-        dataclasses.replace(settings.model, attention=attention),
+        dataclasses.replace(settings.model, attention=attention, attention_options=own),
         settings.optim,
         dataclasses.replace(settings.run, output=folder, resume="auto"),
     )
@@ -219,7 +227,7 @@ def measure(
     """Fill in size, work, speed and memory at the task's full length; weights do not matter to them."""
     task = TASKS[settings.data.task]
     torch.manual_seed(0)
-    model = build(model_arguments(settings.model, task))
+    model = SequenceClassifier(**model_arguments(settings.model, task))
     shape = (2, task.length) if task.pair else (task.length,)
     row.parameters = count_parameters(model)
     row.macs = count_macs(_OneSample(model, (1, *shape)), size=1, in_chans=1)

@@ -1,7 +1,9 @@
 """Every attention by its name: ``create_attention("performer", dim, num_heads)``."""
 
 import inspect
-from collections.abc import Callable
+import numbers
+import typing
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -26,6 +28,13 @@ ATTENTIONS = tuple(CLASSES)
 SETTINGS: dict[str, dict[str, Any]] = {
     "soft": dict(normalize=False, start="scaled", ridge=0.01),
     "softpp": dict(normalize=True, start="halving", ridge=0.0),
+}
+# What a model says itself, not its user.
+GIVEN = {"grid", "sequence"}
+NUMBERS: dict[Any, tuple[type, str]] = {
+    int: (numbers.Integral, "a whole number"),
+    int | None: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
 }
 
 
@@ -54,19 +63,13 @@ def create_attention(
         torch.Size([2, 150, 64])
     """
     check_attention(name)
-    own = _option_names(CLASSES[name])
-    known = set().union(*map(_option_names, CLASSES.values()))
-    unknown = options.keys() - known
-    if unknown:
-        raise TypeError(
-            f"attention has no option {', '.join(map(repr, sorted(unknown)))}; "
-            f"there are {', '.join(map(repr, sorted(known)))}"
-        )
+    own = option_names(name)
+    _check_known("attention", options, set().union(*map(option_names, CLASSES)))
     given = {key: value for key, value in options.items() if value is not None}
     chosen = {**SETTINGS.get(name, {}), "sequence": sequence, **given}
-    return CLASSES[name](
-        dim, num_heads, **{key: value for key, value in chosen.items() if key in own}
-    )
+    taken = {key: value for key, value in chosen.items() if key in own}
+    _check_kinds(CLASSES[name], taken)
+    return CLASSES[name](dim, num_heads, **taken)
 
 
 def check_attention(name: str) -> None:
@@ -75,6 +78,18 @@ def check_attention(name: str) -> None:
         raise ValueError(
             f"attention must be one of {', '.join(map(repr, ATTENTIONS))}, got {name!r}"
         )
+
+
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Raise if the attention ``name`` has no option of one of these names."""
+    check_attention(name)
+    _check_known(f"attention {name!r}", options, option_names(name) - GIVEN)
+
+
+def option_names(name: str) -> set[str]:
+    """The options that the attention ``name`` takes."""
+    parameters = inspect.signature(CLASSES[name]).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def default_mlp_ratio(name: str) -> float:
@@ -86,6 +101,19 @@ def default_mlp_ratio(name: str) -> float:
     return 4.0 if CLASSES[name] in (SoftAttention, ReformerAttention) else 3.5
 
 
-def _option_names(attention: Callable[..., nn.Module]) -> set[str]:
-    parameters = inspect.signature(attention).parameters.values()
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+def _check_known(what: str, options: Iterable[str], known: set[str]) -> None:
+    unknown = set(options) - known
+    if unknown:
+        raise TypeError(
+            f"{what} has no option {', '.join(map(repr, sorted(unknown)))}; "
+            f"there are {', '.join(map(repr, sorted(known)))}"
+        )
+
+
+def _check_kinds(attention: Any, options: dict[str, Any]) -> None:
+    """Raise where an option is to be a number and is none."""
+    hints = typing.get_type_hints(attention.__init__)
+    for key, value in options.items():
+        kind, words = NUMBERS.get(hints[key], (object, ""))
+        if not isinstance(value, kind):
+            raise ValueError(f"{key} must be {words}, got {value!r}")

@@ -1,5 +1,8 @@
 """Checks of arguments: errors that name the argument, or the flag that the user typed."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 def check_at_least(least: float, **arguments: float) -> None:
     """Refuse lower values: ``check_at_least(1, width=width)``; flags go in as ``**{"--width": width}``."""
@@ -17,3 +20,12 @@ def check_grouped(**arguments: int) -> None:
             raise ValueError(
                 f"{name} must be a multiple of {unit} where the heads have GroupNorm, got {channels}"
             )
+
+
+@contextlib.contextmanager
+def mistakes_in(option: str) -> Iterator[None]:
+    """What goes wrong inside is the fault of this flag: the error begins with its name."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{option}: {error}") from error

@@ -45,7 +45,7 @@ def available_reductions(name: str, arguments: dict[str, Any]) -> list[int]:
     try:
         with torch.device("meta"):
             whole: Any = timm.create_model(name, features_only=True, **arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"--model {name} does not take --model-kwargs: {error}") from error
     available = whole.feature_info.reduction()
     if not set(REDUCTIONS) <= set(available):

@@ -13,6 +13,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 from softfree.layers import create_attention
+from softfree.layers.factory import check_options
 from softfree.models.checks import check_at_least
 
 Pooling = Literal["mean", "cls"]
@@ -59,8 +60,8 @@ class SequenceClassifier(nn.Module):
         dropout: after the embedding, the attention, and twice in the MLP.
         pooling: ``"mean"`` of the real tokens, or ``"cls"``: a class token before them.
         pair: samples are pairs, (batch, 2, tokens).
-        attention_options: keywords of the attention; what is not given is as in ``DEFAULTS``. There SOFT
-            has one landmark per window of 4 tokens, 500 for 2000 of them; ``{"stride": 32}`` gives fewer.
+        attention_options: keywords of the attention, of its own alone; what is not given is as in
+            ``DEFAULTS``. There SOFT has one landmark per window of 4 tokens, 500 for 2000 of them; ``{"stride": 32}`` gives fewer.
 
     Example:
         >>> import torch
@@ -89,6 +90,7 @@ class SequenceClassifier(nn.Module):
         super().__init__()
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        check_options(attention, attention_options or {})
         check_at_least(
             1, vocab_size=vocab_size, length=length, num_classes=num_classes, depth=depth,
             mlp_dim=mlp_dim,

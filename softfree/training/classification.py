@@ -32,7 +32,9 @@ from softfree.data.images import (
     load_images,
 )
 from softfree.data.resident import INTERPOLATIONS, Indices, RandomCrops, ResidentImages
+from softfree.layers.factory import check_attention
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
+from softfree.models.checks import check_at_least, mistakes_in
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task, train
@@ -216,7 +218,10 @@ class Classification(Task):
         self.model_kwargs = parse_model_kwargs(model.model_kwargs)
         if model.positions_at and is_ours(model.model):
             self.model_kwargs.setdefault("img_size", model.positions_at)
+        check_at_least(1, **{"--img-size": model.img_size})
         if model.attention:
+            with mistakes_in("--attention"):
+                check_attention(model.attention)
             self.model_kwargs["attention"] = model.attention
         network = create_network(
             model.model, len(data.class_names), model.img_size, self.model_kwargs, meta=True
@@ -485,9 +490,9 @@ def create_network(
     with torch.device("meta" if meta else "cpu"):
         try:
             return create(**{"img_size": img_size, **kwargs})
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             # Networks that take any size have no such argument.
-            if "img_size" not in str(error):
+            if isinstance(error, ValueError) or "img_size" not in str(error):
                 raise ValueError(f"--model {name} does not take --model-kwargs: {error}") from error
             return create(**kwargs)
 

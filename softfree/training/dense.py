@@ -10,6 +10,8 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+from softfree.layers.landmarks import LandmarkSpec
+from softfree.models.checks import mistakes_in
 from softfree.models.features import FIXED_LANDMARKS
 from softfree.training import checkpoint
 from softfree.training.classification import check_model_name, parse_model_kwargs
@@ -33,6 +35,8 @@ class BackboneSettings:
 
     def arguments(self) -> dict[str, Any]:
         """``backbone_kwargs`` for the models of softfree.detection and softfree.segmentation."""
+        with mistakes_in("--landmarks"):
+            LandmarkSpec.parse(self.landmarks)
         return {"landmarks": self.landmarks, **parse_model_kwargs(self.model_kwargs)}
 
 

@@ -30,7 +30,7 @@ from softfree.data.longrange import (
     load_longrange,
 )
 from softfree.layers import ATTENTIONS
-from softfree.models.checks import check_at_least
+from softfree.models.checks import check_at_least, mistakes_in
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import checkpoint, distributed
 from softfree.training.classification import parse_model_kwargs
@@ -209,14 +209,13 @@ class LongRange(Task):
         self.settings = settings
         self.task = TASKS[settings.data.task]
         self.model_kwargs = model_arguments(settings.model, self.task)
-        with torch.device("meta"):
-            build(self.model_kwargs)
+        check_encoder(self.model_kwargs)
         self.data = load_data(settings.data) if data is None else data
         self.train_data, self.eval_data = self.data.train, self.data.dev
         self.pad = PadSequences(self.task.length)
 
     def build_model(self) -> nn.Module:
-        return build(self.model_kwargs)
+        return SequenceClassifier(**self.model_kwargs)
 
     def collate(self, samples: list[Any]) -> SequenceBatch:
         return self.pad(samples)
@@ -298,12 +297,10 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
     }
 
 
-def build(arguments: dict[str, Any]) -> SequenceClassifier:
-    """The encoder; options it does not take are the user's mistake."""
-    try:
-        return SequenceClassifier(**arguments)
-    except TypeError as error:
-        raise ValueError(f"--attention-options: {error}") from error
+def check_encoder(arguments: dict[str, Any]) -> None:
+    """Refuse options that the attention does not take."""
+    with mistakes_in("--attention-options"), torch.device("meta"):
+        SequenceClassifier(**arguments)
 
 
 def evaluate_sequences(
@@ -326,7 +323,7 @@ def load_sequence_model(
     """The model of a checkpoint folder, ready to use, and its metadata."""
     saved = checkpoint.read_checkpoint(path)
     checkpoint.check_task(path, saved.metadata, LongRange.name)
-    model = build(saved.metadata["model_kwargs"])
+    model = SequenceClassifier(**saved.metadata["model_kwargs"])
     checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), "the sequence encoder")
     model.load_state_dict(saved.weights)
     return model.eval().to(device), saved.metadata

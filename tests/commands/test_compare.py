@@ -87,7 +87,8 @@ def test_compare_without_training_measures_every_attention(command, tmp_path, ca
 
 def test_multiply_adds_are_those_of_the_products(command, tmp_path):
     path = tmp_path / "table.csv"
-    compare.main([*command, "--no-train", "--attentions", "softmax", "--csv", str(path)])
+    plain = [word for word in command if word not in ("--attention-options", "stride=50")]
+    compare.main([*plain, "--no-train", "--attentions", "softmax", "--csv", str(path)])
     n, dim, mlp = 2000, 16, 16
     block = n * (4 * dim * dim + 2 * dim * mlp) + 2 * n * n * dim
     assert int(read(path)[0]["macs"]) == 2 * block + dim * mlp + mlp * 10
@@ -124,7 +125,9 @@ def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkey
         (["--attention", "soft"], "compare takes several, --attentions"),
         (["--task", "sort"], "--task must be one of listops"),
         (["--task", "image", "--attentions", "soft"], "--task image needs --data-dir"),
-        (["--attention-options", "slot=3"], "no option 'slot'"),
+        (["--attention-options", "slot=3"], "--attention-options must be one of"),
+        (["--attentions", "softmax", "--attention-options", "stride=4"], "got 'stride'"),
+        (["--attention-options", "stride=x"], "stride must be a whole number, got 'x'"),
         (["--plot", "table.txt"], "--plot must end in"),
     ],
 )

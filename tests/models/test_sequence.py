@@ -145,3 +145,8 @@ def test_sizes_of_none_are_refused_by_name(name):
     sizes = {"vocab_size": 20, "length": 40, "num_classes": 3, name: 0}
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         SequenceClassifier(**sizes)
+
+
+def test_options_that_the_attention_does_not_know_are_refused():
+    with pytest.raises(TypeError, match="'softmax' has no option 'stride'; there are 'qkv_bias'"):
+        SequenceClassifier(20, 40, 3, "softmax", attention_options=dict(stride=4))

@@ -304,3 +304,9 @@ def test_unknown_models_get_advice():
         Classification(settings(model={"model": "softpp_tinny"}))
     with pytest.raises(ValueError, match="does not take --model-kwargs"):
         Classification(settings(model={"model_kwargs": ("wings=2",)}))
+    with pytest.raises(ValueError, match="--model-kwargs: embed_dims must have 4 values"):
+        Classification(settings(model={"model_kwargs": ("embed_dims=32,64",)}))
+    with pytest.raises(ValueError, match="--attention: attention must be one of"):
+        Classification(settings(model={"attention": "linear"}))
+    with pytest.raises(ValueError, match="--img-size must be at least 1, got 0"):
+        Classification(settings(model={"img_size": 0}))

@@ -63,6 +63,13 @@ def test_backbone_arguments_are_typed_as_for_classification():
     assert settings.arguments() == {"landmarks": "conv", "depths": (1, 1, 2, 1)}
 
 
+def test_landmarks_and_arguments_that_no_backbone_takes_are_refused_by_their_flag():
+    with pytest.raises(ValueError, match="--landmarks: landmarks: sampler must be one of"):
+        BackboneSettings(landmarks="cnv").arguments()
+    with pytest.raises(ValueError, match="--model-kwargs: embed_dims must have 4 values"):
+        retinanet("softpp_tiny", backbone_kwargs=dict(embed_dims=(32, 64)))
+
+
 def test_shapes_are_learned_with_few_channels_by_our_pyramids_alone():
     assert "embed_dims=32,64,128,192" in small_backbone([])
     assert small_backbone(["--steps", "3", "--model=soft_tiny"]) == small_backbone([])
