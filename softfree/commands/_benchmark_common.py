@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -36,9 +37,18 @@ def check_output(option: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise ValueError(f"{option} must name a file, {path} is a folder")
-    nearest = path if path.exists() else next(p for p in path.absolute().parents if p.exists())
-    if not os.access(nearest, os.W_OK) or (nearest != path and not nearest.is_dir()):
-        raise ValueError(f"{option}: can't write {path}")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"{option}: can't write {path}; give a file of yours")
+        return
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    try:
+        # Tried, since permissions do not tell all: not even root can write in /proc.
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise ValueError(
+            f"{option}: can't write {path}, for {nearest} takes no files ({error.strerror})"
+        ) from error
 
 
 def make_table(titles: Iterable[str]) -> Table:
