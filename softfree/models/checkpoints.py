@@ -106,9 +106,10 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             with torch.serialization.safe_globals([argparse.Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises whatever its unpickler met
+            # Its text advises to load the file in a way that may run code.
             raise ValueError(
-                f"{path} can't be read as weights alone ({error}); files that need more than that are "
-                "not loaded, since they could run code"
+                f"{path} can't be read as weights alone: it must be a .safetensors file, or a .pth file "
+                "that holds tensors and no code, whole and undamaged"
             ) from error
     for _ in _NESTED:
         for name in _NESTED:

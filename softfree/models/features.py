@@ -1,5 +1,6 @@
 """What dense models take from a backbone: maps at 1/4, 1/8, 1/16 and 1/32 of the image."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
+from softfree.models.checks import mistakes_in
 
 REDUCTIONS = (4, 8, 16, 32)
 # The papers' 49 landmarks at 224², and no more at any size: the cost per token stays that of 224².
@@ -63,11 +65,13 @@ def pretrained_arguments(name: str, checkpoint: str | Path, **kwargs: Any) -> di
     """
     path = Path(checkpoint)
     if path.is_dir():
+        _check_task(path)
         # A run's checkpoint: the moving average of the weights, where one was kept.
         average = path / "ema.safetensors"
         path = average if average.is_file() else path / "model.safetensors"
     # Read here with weights alone, so that nothing in the file can run when timm reads it.
-    given = read_state_dict(path)
+    with mistakes_in("--backbone-checkpoint"):
+        given = read_state_dict(path)
     with torch.device("meta"):
         model: Any = timm.create_model(name, **kwargs)
     if type(model).__module__.startswith("softfree."):
@@ -82,6 +86,16 @@ def pretrained_arguments(name: str, checkpoint: str | Path, **kwargs: Any) -> di
             f"such as {missing[0]}"
         )
     return dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(path)))
+
+
+def _check_task(folder: Path) -> None:
+    """Refuse a run's checkpoint whose model is no classifier."""
+    metadata = folder / "metadata.json"
+    task = json.loads(metadata.read_text()).get("task") if metadata.is_file() else None
+    if task not in (None, "classification"):
+        raise ValueError(
+            f"--backbone-checkpoint {folder} is a checkpoint of {task}; give one of classification"
+        )
 
 
 def set_grad_checkpointing(body: Any, enable: bool) -> None:
