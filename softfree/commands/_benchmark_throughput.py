@@ -5,6 +5,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import timm
 import torch
 from rich.console import Console
 
@@ -30,6 +31,7 @@ from softfree.commands._benchmark_model import (
     print_rows,
     relate,
 )
+from softfree.models.checks import mistakes_in
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.devices import choose_device
 
@@ -93,6 +95,9 @@ def throughput(
     kwargs = parse_model_kwargs(model_kwargs)
     if "attention" in kwargs:
         raise ValueError("--model-kwargs can't have attention=...: --attentions names them")
+    with mistakes_in("--model-kwargs"), torch.device("meta"):
+        for name in attentions:
+            timm.create_model(model, **{"img_size": img_size, **kwargs, "attention": name})
     settings = Settings(
         batch, img_size, amp, "adamw", channels_last, torchcompile, False, cuda_graph
     )

@@ -205,7 +205,7 @@ def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
         (["throughput", "--model-kwargs", "attention=soft"], "--attentions names them"),
         (
             ["throughput", "--model-kwargs", "depth=1"],
-            "softpp_tiny with depth=1, attention=softmax",
+            "--model-kwargs: SoftPyramid.__init__() got an unexpected keyword argument 'depth'",
         ),
     ],
 )
