@@ -24,6 +24,7 @@ MASK_THRESHOLD = 0.5
 OPACITY = 0.55
 LEAST_SIDE = 480  # of a drawing
 LETTERS = 14  # height in pixels
+LISTED = 5  # of a picture in the table, if nothing is said
 
 
 class ObjectDetector:
@@ -36,7 +37,7 @@ class ObjectDetector:
         checkpoint: Path,
         device: torch.device,
         img_size: int | None,
-        topk: int,
+        topk: int | None = None,
         min_score: float = 0.5,
     ):
         self.model, metadata = load_detector(checkpoint, device)
@@ -73,13 +74,14 @@ class ObjectDetector:
             codes = encode_masks(found["masks"][sure, 0] > MASK_THRESHOLD)
             for entry, code in zip(objects, codes, strict=True):
                 entry["mask"] = code
-        return {"objects": objects}
+        # The most certain come first.
+        return {"objects": objects[: self.topk]}
 
     def cells(self, result: dict[str, Any]) -> Sequence[str]:
         objects = result["objects"]
         counts = Counter(entry["label"] for entry in objects)
         found = ", ".join(f"{count} {escape(label)}" for label, count in counts.most_common())
-        best = sorted(objects, key=lambda entry: -entry["score"])[: self.topk]
+        best = objects[: self.topk or LISTED]
         return (
             found or "none",
             ", ".join(f"{escape(entry['label'])} {entry['score']:.0%}" for entry in best),
@@ -103,10 +105,10 @@ class ObjectDetector:
             pen.rectangle(box, outline=fill, width=3)
             label = f"{entry['label']} {entry['score']:.0%}"
             # Above the box, or inside where there is no room above.
-            left, top = box[0], max(0.0, box[1] - LETTERS - 4)
-            pen.rectangle(
-                (left, top, left + font.getlength(label) + 6, top + LETTERS + 4), fill=fill
-            )
+            top, width = max(0.0, box[1] - LETTERS - 4), font.getlength(label) + 6
+            # Within the picture, also where the box begins at its right edge.
+            left = max(0.0, min(box[0], page.width - width))
+            pen.rectangle((left, top, left + width, top + LETTERS + 4), fill=fill)
             pen.text((left + 3, top), label, "white", font)
         save(path, page)
 
@@ -116,7 +118,9 @@ class Segmenter:
 
     titles: Sequence[str] = ("classes, share of the picture",)
 
-    def __init__(self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int):
+    def __init__(
+        self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int | None = None
+    ):
         self.model, metadata = load_segmenter(checkpoint, device)
         self.device = device
         self.class_names = metadata["class_names"]
@@ -150,12 +154,12 @@ class Segmenter:
                     "share": float(counts[i] / classes.size),
                     "mask": encode_mask(classes == values[i]),
                 }
-                for i in order
+                for i in order[: self.topk]
             ]
         }
 
     def cells(self, result: dict[str, Any]) -> Sequence[str]:
-        shown = result["classes"][: self.topk]
+        shown = result["classes"][: self.topk or LISTED]
         return (", ".join(f"{escape(entry['label'])} {entry['share']:.1%}" for entry in shown),)
 
     def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from softfree.training.classification import Normalize, eval_transform, load_cla
 from softfree.training.devices import choose_device
 
 MAX_LISTED = 10
+LISTED = 5  # classes, if nothing is said
 MOST_WORKERS = 8
 ONNX = ".onnx"
 
@@ -53,7 +54,9 @@ class Classifier:
 
     titles: Sequence[str] = ("likeliest", "probability", "then")
 
-    def __init__(self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int):
+    def __init__(
+        self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int | None = None
+    ):
         self.model, metadata = (
             load_onnx(checkpoint)
             if checkpoint.suffix == ONNX
@@ -61,7 +64,7 @@ class Classifier:
         )
         self.device = device
         self.class_names = metadata["class_names"]
-        self.topk = min(topk, len(self.class_names))
+        self.topk = min(topk or LISTED, len(self.class_names))
         self.normalize = Normalize(metadata["mean"], metadata["std"])
         self.prepare: Callable[[Image.Image], Tensor] = eval_transform(metadata, img_size)
         # Networks of a fixed size can be told another; ours take any.
@@ -121,7 +124,7 @@ def predict(
     /,
     checkpoint: Path | None = None,
     onnx: Path | None = None,
-    topk: int = 5,
+    topk: int | None = None,
     min_score: float | None = None,
     output: Path | None = None,
     draw: Annotated[Path | None, tyro.conf.arg(aliases=["--out"])] = None,
@@ -138,7 +141,8 @@ def predict(
         pictures: files, folders (with their subfolders) or patterns like 'photos/*.png'.
         checkpoint: folder that `softfree train` wrote, such as OUT/best.
         onnx: or a classifier that `softfree export` wrote; it runs on the CPU.
-        topk: how many classes (of a detector: of the most certain objects) to list of each picture.
+        topk: keep so many classes (of a detector: of the most certain objects) of each picture; otherwise the 5
+            likeliest classes, or all that is seen.
         min_score: of a detector: leave out objects that it is less certain of; otherwise 0.5.
         output: also write the results to this file, one JSON object a line.
         draw: also write each picture with what was seen in it into this folder.
@@ -148,10 +152,10 @@ def predict(
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         as_json: print JSON lines and no table, for programs.
     """
-    for option, value in (("--topk", topk), ("--batch-size", batch_size)):
-        check_positive(option, value)
-    if img_size is not None:
-        check_positive("--img-size", img_size)
+    check_positive("--batch-size", batch_size)
+    for option, value in (("--topk", topk), ("--img-size", img_size)):
+        if value is not None:
+            check_positive(option, value)
     check_output("--output", output)
     check_draw(draw)
     source, task, known = find_model(checkpoint, onnx)
@@ -205,7 +209,8 @@ def predict(
         console.print(table)
     report_unreadable(errors, unreadable, len(paths))
     if not as_json:
-        for what, written in (("results", output), ("drawings", draw)):
+        drawn = draw if table.row_count else None
+        for what, written in (("results", output), ("drawings", drawn)):
             if written is not None:
                 console.print(f"{what} written to {escape(str(written))}", soft_wrap=True)
     return int(len(unreadable) == len(paths))

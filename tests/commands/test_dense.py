@@ -4,9 +4,10 @@ import csv
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFont
 
 pytest.importorskip("faster_coco_eval")
 pytest.importorskip("segmentation_models_pytorch")
@@ -68,6 +69,10 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     [path] = drawn.iterdir()
     assert min(Image.open(path).size) >= 384
 
+    options = ["--json", "--topk", "2", *any_score]
+    assert predict.main([str(picture), *best, *options]) == 0
+    assert json.loads(capsys.readouterr().out)["objects"] == result["objects"][:2]
+
     assert predict.main([str(picture), *best, "--json", "--min-score", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["objects"] == []
     with pytest.raises(ValueError, match="--min-score must be from 0 to 1, got 7"):
@@ -77,6 +82,18 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     told = _predict_dense.ObjectDetector(out / "best", torch.device("cpu"), 320, 5)
     seen, _ = told.model.transform([torch.zeros(3, 96, 96)])
     assert seen.image_sizes == [(320, 320)]
+
+
+def test_a_label_at_the_right_edge_is_drawn_whole(tmp_path):
+    detector = _predict_dense.ObjectDetector.__new__(_predict_dense.ObjectDetector)
+    detector.class_names = ["background", "square"]
+    [entry] = result = [{"label": "square", "score": 0.9, "box": [460.0, 100.0, 479.0, 140.0]}]
+    detector.draw(tmp_path / "a.png", Image.new("RGB", (480, 480)), {"objects": result})
+    # The line above the letters has the colour of the box, over the whole label.
+    row = np.asarray(Image.open(tmp_path / "a.png"))[100 - _predict_dense.LETTERS - 4]
+    label = f"{entry['label']} {entry['score']:.0%}"
+    width = ImageFont.load_default(_predict_dense.LETTERS).getlength(label)
+    assert (row == _predict_dense.colour(1)).all(-1).sum() > width
 
 
 def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):

@@ -116,6 +116,13 @@ def test_exit_code_is_1_if_nothing_could_be_read(checkpoint, tmp_path, capsys):
     assert line == {"path": str(tmp_path / "notes.txt"), "error": line["error"]}
 
 
+def test_no_drawing_is_announced_where_none_could_be_made(checkpoint, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("no picture")
+    assert run(checkpoint, tmp_path / "notes.txt", "--draw", tmp_path / "drawn") == 1
+    assert "drawings written" not in capsys.readouterr().out
+    assert not (tmp_path / "drawn").exists()
+
+
 def test_drawings_have_a_name_of_their_own_each(checkpoint, pictures, tmp_path, capsys):
     assert run(checkpoint, pictures, "--draw", tmp_path / "drawn") == 0
     names = sorted(path.name for path in (tmp_path / "drawn").iterdir())
