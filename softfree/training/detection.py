@@ -48,6 +48,16 @@ from softfree.training.settings import (
 )
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
+# Torchvision's names, shorter: a line of the log has all of them.
+LOSSES = {
+    "classification": "class",
+    "bbox_regression": "box",
+    "loss_classifier": "class",
+    "loss_box_reg": "box",
+    "loss_mask": "mask",
+    "loss_objectness": "object",
+    "loss_rpn_box_reg": "rpn_box",
+}
 DetectorName = Literal["retinanet", "mask-rcnn"]
 
 
@@ -245,7 +255,8 @@ class Detection(Task):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         check_readable(batch)
         losses = model(to_unit_range(batch.images), batch.targets)
-        return sum(losses.values(), torch.zeros(())), losses
+        named = {LOSSES.get(name, name): loss for name, loss in losses.items()}
+        return sum(losses.values(), torch.zeros(())), named
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[DetectionBatch], processes: Processes

@@ -206,3 +206,18 @@ def test_a_checkpoint_of_another_task_is_refused(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "task": "classification"}))
     with pytest.raises(ValueError, match="is a checkpoint of classification, not of detection"):
         load_detector(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("detector", "names"),
+    [
+        ("retinanet", {"class", "box"}),
+        ("mask-rcnn", {"class", "box", "mask", "object", "rpn_box"}),
+    ],
+)
+def test_losses_have_short_names_in_the_log(tmp_path, detector, names):
+    task = Detection(tiny(tmp_path, detector), shapes(detector, 2))
+    batch = task.collate([task.train_data[0], task.train_data[1]])
+    total, losses = task.train_step(task.build_model(), batch)
+    assert losses.keys() == names
+    torch.testing.assert_close(total, sum(losses.values()))
