@@ -174,6 +174,7 @@ def draw_bars(
             lengths = [value or 0.0 for value in values]
             axes.barh(places, lengths, height, color=f"C{number}", label=label)
         axes.set_xlabel(words)
+        axes.locator_params(axis="x", nbins=4)  # numbers such as 0.0025 are wide
         axes.grid(axis="x", alpha=0.3)
     row[0].set_yticks(range(len(names)), names)
     row[0].invert_yaxis()

@@ -32,6 +32,9 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in (*BENCHMARKS, "-h", "--help"):
         given = f"got {argv[0]!r}" if argv else "e.g. `softfree benchmark attention`"
         raise ValueError(f"benchmark what? One of {', '.join(BENCHMARKS)}; {given}")
+    if argv[0] in BENCHMARKS:
+        # On its own, so that errors point to its own --help.
+        return tyro.cli(BENCHMARKS[argv[0]], args=argv[1:], prog=f"softfree benchmark {argv[0]}")
     return tyro.extras.subcommand_cli_from_dict(
         BENCHMARKS, args=argv, prog="softfree benchmark", description=__doc__
     )

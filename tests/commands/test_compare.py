@@ -1,17 +1,20 @@
 """`softfree compare`, and the benchmarks of every attention: figures, files, going on, clear errors."""
 
 import csv
+import itertools
 import json
 import os
 import signal
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 import softfree_cli
 from softfree.commands import _benchmark_memory, benchmark, compare
 from softfree.commands._benchmark_memory import Memory
+from softfree.commands._benchmark_throughput import draw_bars
 from softfree.layers import ATTENTIONS
 from softfree.training.longrange import LongRange
 
@@ -192,6 +195,27 @@ def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
     ratio = float(rows[1]["train_img_per_s"]) / float(rows[0]["train_img_per_s"])
     assert float(rows[1]["train_ratio_to_first"]) == pytest.approx(ratio)
     assert Image.open(tmp_path / "table.png").size[0] > 500
+
+
+def test_numbers_below_narrow_panels_do_not_run_into_each_other(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
+    values = {"training": [0.016, 0.016], "inference": [0.004, 0.004]}
+    draw_bars(
+        tmp_path / "bars.png", ["softmax (fused)", "b"], {"images": values, "GiB": values}, "title"
+    )
+    [figure] = figures
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+        gaps = [right.x0 - left.x1 for left, right in itertools.pairwise(boxes)]
+        assert min(gaps) > 5
+
+
+def test_mistakes_point_to_the_help_of_their_benchmark(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["throughput", "--bogus", "3"])
+    assert "softfree benchmark throughput --help" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
