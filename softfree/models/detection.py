@@ -7,6 +7,7 @@ normalise and resize themselves; in training also a list of targets, and they re
 background, so ``num_classes`` is one more than the number of categories.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
@@ -96,6 +97,18 @@ class _Transform(GeneralizedRCNNTransform):
         for found, small, size in zip(result, masks, original_image_sizes, strict=True):
             found["masks"] = place_masks(small, found["boxes"], size)
         return result
+
+
+def padded_size(size: tuple[int, int], min_size: int, max_size: int) -> tuple[int, int]:
+    """Height and width at which detectors see a picture alone: resized, then filled up to multiples of 32.
+
+    Example:
+        >>> padded_size((480, 640), 800, 1333), padded_size((500, 640), 800, 1333)
+        ((800, 1088), (800, 1024))
+    """
+    scale = min(min_size / min(size), max_size / max(size))
+    height, width = (math.ceil(math.floor(side * scale) / 32) * 32 for side in size)
+    return height, width
 
 
 def place_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:

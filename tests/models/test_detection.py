@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from softfree.models.detection import mask_rcnn, place_masks, retinanet
+from softfree.models.detection import mask_rcnn, padded_size, place_masks, retinanet
 from tests.models.small import PYRAMID
 
 DETECTORS = [retinanet, mask_rcnn]
@@ -138,3 +138,11 @@ def test_pictures_that_are_resized_already_stay_so(create):
     model = create("softpp_tiny", 3, _skip_resize=True, backbone_kwargs=PYRAMID)
     images, _ = model.train().transform([torch.rand(3, 96, 128)])
     assert images.image_sizes == [(96, 128)]
+
+
+def test_the_size_of_a_padded_picture_is_torchvisions():
+    model = retinanet("softpp_tiny", 3, min_size=100, max_size=160, backbone_kwargs=PYRAMID).eval()
+    generator = torch.Generator().manual_seed(0)
+    for height, width in torch.randint(20, 400, (60, 2), generator=generator).tolist():
+        images, _ = model.transform([torch.empty(3, height, width)])
+        assert images.tensors.shape[2:] == padded_size((height, width), 100, 160)
