@@ -240,7 +240,7 @@ class Detection(Task):
         self, model: nn.Module, batch: DetectionBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         check_readable(batch)
-        losses = model(to_unit_range(batch.images), batch.targets)
+        losses = model(batch.unit_images, batch.targets)
         return sum(losses.values(), torch.zeros(())), losses
 
     def evaluate(
@@ -277,9 +277,8 @@ def evaluate_detector(
     """COCO's figures in percent over the batches of all processes, each picture counted once."""
     metrics = CocoMetrics(data.annotations, data.category_ids, masks=masks)
     for batch in batches:
-        if batch.images:
-            detections = detect(model, batch.images)
-            metrics.update([target["image_id"] for target in batch.targets], detections)
+        if batch.image_ids:
+            metrics.update(batch.image_ids, detect(model, batch.images))
     return metrics.compute(processes)
 
 
