@@ -165,12 +165,13 @@ def encode_masks(masks: Tensor) -> list[dict[str, Any]]:
         return []
     pixels = masks.mT.flatten(1)
     # The first run is of zeros, so a mask that begins with a one has an end before its first pixel.
-    ends = torch.cat([pixels[:, :1], pixels[:, 1:] != pixels[:, :-1]], dim=1)
+    last = torch.ones_like(pixels[:, :1])
+    ends = torch.cat([pixels[:, :1], pixels[:, 1:] != pixels[:, :-1], last], dim=1)
     mask, place = ends.nonzero().cpu().numpy().T
-    runs = [
-        dict(size=[height, width], counts=np.diff(own, prepend=0, append=height * width).tolist())
-        for own in np.split(place, np.searchsorted(mask, np.arange(1, count)))
-    ]
+    starts = np.searchsorted(mask, np.arange(1, count))
+    lengths = np.diff(place, prepend=0)
+    lengths[starts] += height * width
+    runs = [dict(size=[height, width], counts=own.tolist()) for own in np.split(lengths, starts)]
     return [_plain(code) for code in coco_api().mask.frPyObjects(runs, height, width)]
 
 
