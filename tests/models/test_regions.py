@@ -111,6 +111,17 @@ def test_proposals_without_sides_are_left_out_as_torchvision_leaves_them_out():
             torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("counts", [(2, 0, 3), (1,), (0, 0)], ids=str)
+def test_objects_are_padded_to_the_picture_with_most(counts):
+    targets = [dict(boxes=random_boxes(n, 64, 64), labels=torch.arange(1, n + 1)) for n in counts]
+    boxes, labels = pad_targets(targets)
+    assert labels.shape == boxes.shape[:2] == (len(counts), max(1, *counts))
+    for number, target in enumerate(targets):
+        real = labels[number] >= 0
+        assert torch.equal(labels[number][real], target["labels"])
+        assert torch.equal(boxes[number][real], target["boxes"])
+
+
 @pytest.mark.parametrize("low_quality", [False, True])
 @pytest.mark.parametrize("at_a_time", [2**25, 1])
 def test_matches_are_torchvisions(monkeypatch, low_quality, at_a_time):
