@@ -46,7 +46,8 @@ class CocoMetrics:
     def update(self, image_ids: Sequence[int], detections: Sequence[dict[str, Tensor]]) -> None:
         """Add what torchvision's detectors return for these images."""
         masks = [found["masks"][:, 0] > MASK_THRESHOLD for found in detections if self.masks]
-        boxes = box_convert(torch.cat([found["boxes"] for found in detections]), "xyxy", "xywh")
+        boxes = torch.cat([found["boxes"].float() for found in detections])
+        boxes = box_convert(boxes, "xyxy", "xywh")
         areas = torch.cat([own.sum((1, 2)) for own in masks]) if masks else boxes[:, 2:].prod(1)
         scores, labels = (
             torch.cat([found[k] for found in detections]) for k in ("scores", "labels")
