@@ -46,7 +46,7 @@ def detection(
         results_file: write the table to this CSV file, with date, device and versions.
     """
     from softfree.data.detection import collate_detection, load_split
-    from softfree.training.detection import evaluate_detector, load_detector
+    from softfree.training.detection import evaluate_detector, for_evaluation, load_detector
 
     check_output("--results-file", results_file)
     check_workers(workers)
@@ -62,10 +62,13 @@ def detection(
             skip_bad=skip_bad_annotations or trained_on["skip_bad_annotations"],
         )
         check_classes(checkpoint, metadata["class_names"], data.class_names)
+        pictures = for_evaluation(
+            data, metadata["arguments"]["min_size"], metadata["arguments"]["max_size"]
+        )
         with evaluation(amp_dtype, processes):
             scores = evaluate_detector(
                 model,
-                batches(data, collate_detection, batch_size, workers, processes),
+                batches(pictures, collate_detection, batch_size, workers, processes),
                 data,
                 masks,
                 processes,

@@ -159,7 +159,8 @@ def encode_mask(mask: np.ndarray) -> dict[str, Any]:
 def encode_masks(masks: Tensor) -> list[dict[str, Any]]:
     """The codes of masks (n, height, width), bool: those of :func:`encode_mask`, in a fraction of the time.
 
-    Codes run down the columns; the masks are turned where they are, on the GPU if that is there.
+    Codes hold the lengths of runs down the columns. Where runs end is found where the masks are, on the GPU if
+    that is there: a mask has a few hundred ends, and only those come to the host.
 
     Example:
         >>> import torch
@@ -167,10 +168,19 @@ def encode_masks(masks: Tensor) -> list[dict[str, Any]]:
         >>> code["size"]
         [4, 6]
     """
-    if len(masks) == 0:
+    count, height, width = masks.shape
+    if count == 0:
         return []
-    turned = masks.mT.to(torch.uint8).contiguous().cpu().numpy()
-    return [_plain(code) for code in coco_api().mask.encode(turned.transpose(2, 1, 0))]
+    pixels = masks.mT.flatten(1)
+    # The first run is of zeros, so a mask that begins with a one has an end before its first pixel.
+    last = torch.ones_like(pixels[:, :1])
+    ends = torch.cat([pixels[:, :1], pixels[:, 1:] != pixels[:, :-1], last], dim=1)
+    mask, place = ends.nonzero().cpu().numpy().T
+    starts = np.searchsorted(mask, np.arange(1, count))
+    lengths = np.diff(place, prepend=0)
+    lengths[starts] += height * width
+    runs = [dict(size=[height, width], counts=own.tolist()) for own in np.split(lengths, starts)]
+    return [_plain(code) for code in coco_api().mask.frPyObjects(runs, height, width)]
 
 
 def _plain(code: dict[str, Any]) -> dict[str, Any]:

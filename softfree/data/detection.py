@@ -1,5 +1,6 @@
 """Pictures with boxes, labels and masks: COCO json files, or the embedded shapes."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +37,58 @@ Target = dict[str, Any]
 Sample = tuple[Tensor, Target] | Unreadable
 
 
+class Packed(NamedTuple):
+    """Tensors of any shapes, one after another in one.
+
+    A tensor is handed over between processes, pinned and copied to the GPU for itself: dozens of small ones
+    keep the host busy for longer than their content does.
+
+    Example:
+        >>> import torch
+        >>> [x.shape for x in Packed.of([torch.ones(2, 3), torch.ones(4)]).unpack()]
+        [torch.Size([2, 3]), torch.Size([4])]
+    """
+
+    values: Tensor
+    shapes: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Packed":
+        flat = [x.flatten() for x in tensors]
+        return cls(torch.cat(flat) if flat else torch.empty(0), [tuple(x.shape) for x in tensors])
+
+    def unpack(self) -> list[Tensor]:
+        """The tensors, as views."""
+        parts = self.values.split([math.prod(shape) for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
 class DetectionBatch(NamedTuple):
     """images (3, H, W) uint8 of different sizes, their targets, and the files that could not be read."""
 
-    images: list[Tensor]
-    targets: list[Target]
+    packed_images: Packed
+    packed_targets: dict[str, Packed]
+    image_ids: list[int]
     unreadable: list[Unreadable]
+
+    @property
+    def images(self) -> list[Tensor]:
+        """uint8, (3, H, W) each."""
+        return self.packed_images.unpack()
+
+    @property
+    def unit_images(self) -> list[Tensor]:
+        """As torchvision's detectors want them: floats from 0 to 1."""
+        return self.packed_images._replace(values=self.packed_images.values / 255).unpack()
+
+    @property
+    def targets(self) -> list[Target]:
+        """Of each picture its boxes, labels, masks, ... as far as they were read, and its image_id."""
+        fields = {name: packed.unpack() for name, packed in self.packed_targets.items()}
+        return [
+            {**{name: tensors[number] for name, tensors in fields.items()}, "image_id": image_id}
+            for number, image_id in enumerate(self.image_ids)
+        ]
 
 
 class CocoDetection(Dataset):
@@ -264,7 +311,14 @@ def collate_detection(samples: Iterable[Sample], *, refill: bool = False) -> Det
     readable = [item for item in samples if not isinstance(item, Unreadable)]
     if refill and readable:
         readable += [readable[i % len(readable)] for i in range(len(unreadable))]
-    return DetectionBatch([x for x, _ in readable], [target for _, target in readable], unreadable)
+    targets = [target for _, target in readable]
+    names = [name for name in targets[0] if name != "image_id"] if targets else []
+    return DetectionBatch(
+        Packed.of([image for image, _ in readable]),
+        {name: Packed.of([target[name] for target in targets]) for name in names},
+        [target["image_id"] for target in targets],
+        unreadable,
+    )
 
 
 @dataclass(frozen=True)

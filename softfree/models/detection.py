@@ -7,6 +7,7 @@ normalise and resize themselves; in training also a list of targets, and they re
 background, so ``num_classes`` is one more than the number of categories.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.models.detection.rpn import RPNHead
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
-from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
+from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import (
     ExtraFPNBlock,
     LastLevelMaxPool,
@@ -32,6 +33,7 @@ from torchvision.ops.feature_pyramid_network import (
 
 from softfree.models.checks import check_at_least, check_grouped
 from softfree.models.features import REDUCTIONS, PyramidFeatures
+from softfree.models.regions import RegionAlign, RegionHeads, RegionProposals
 from softfree.ops.inverse import full_precision
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
@@ -72,6 +74,8 @@ class _RetinaNet(_Checkpointing, RetinaNet):
 
 
 class _MaskRCNN(_Checkpointing, MaskRCNN):
+    """torchvision's, whose steps between the networks take all pictures at once (softfree.models.regions)."""
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         given: Any = self.transform  # type: ignore[has-type]
@@ -79,10 +83,55 @@ class _MaskRCNN(_Checkpointing, MaskRCNN):
             given.min_size, given.max_size, given.image_mean, given.image_std,
             given.size_divisible, given.fixed_size, _skip_resize=given._skip_resize,
         )  # fmt: skip
+        # They have torchvision's attributes, which its constructor has filled in, and other methods.
+        self.rpn.__class__ = RegionProposals
+        self.roi_heads.__class__ = RegionHeads
+
+    def forward(
+        self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None
+    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+        if not self.training:
+            return super().forward(images, targets)
+        if targets is None:
+            raise ValueError("training needs targets")
+        batch, targets = self.transform(images, targets)
+        boxes = torch.cat([target["boxes"] for target in targets])
+        flat = (boxes[:, 2:] <= boxes[:, :2]).any(1)
+        # Asked once for all pictures: the host waits for the answer.
+        if flat.any():
+            raise ValueError(f"boxes must have a width and a height, got {boxes[flat][0].tolist()}")
+        features = self.backbone(batch.tensors)
+        proposals, losses = self.rpn(batch, features, targets)
+        _, more_losses = self.roi_heads(features, proposals, batch.image_sizes, targets)
+        return {**more_losses, **losses}
 
 
 class _Transform(GeneralizedRCNNTransform):
-    """torchvision's, but a picture's masks are placed together: one by one each waits for the GPU several times."""
+    """torchvision's, for all pictures at once: one by one each waits for the GPU several times."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for name, values in (("mean", self.image_mean), ("std", self.image_std)):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+
+    def normalize(self, image: Tensor) -> Tensor:
+        # Pictures of floats are normalised in their batch; torchvision refuses others.
+        return image if image.is_floating_point() else super().normalize(image)
+
+    def batch_images(self, images: list[Tensor], size_divisible: int = 32) -> Tensor:
+        height, width = (
+            math.ceil(max(image.shape[axis] for image in images) / size_divisible) * size_divisible
+            for axis in (1, 2)
+        )
+        mean, std = self.mean.to(images[0]), self.std.to(images[0])
+        # The mean becomes 0, torchvision's padding.
+        batch = mean.repeat(len(images), 1, height, width)
+        for own, image in zip(batch, images, strict=True):
+            own[:, : image.shape[1], : image.shape[2]] = image
+        return (batch - mean) / std
 
     def postprocess(
         self,
@@ -92,11 +141,35 @@ class _Transform(GeneralizedRCNNTransform):
     ) -> list[dict[str, Tensor]]:
         if self.training:
             return result
-        masks = [found.pop("masks") for found in result]
-        result = super().postprocess(result, image_shapes, original_image_sizes)
-        for found, small, size in zip(result, masks, original_image_sizes, strict=True):
-            found["masks"] = place_masks(small, found["boxes"], size)
+        lengths = [len(found["boxes"]) for found in result]
+        boxes = torch.cat([found["boxes"] for found in result])
+        scales = [
+            (size[1] / seen[1], size[0] / seen[0]) * 2
+            for seen, size in zip(image_shapes, original_image_sizes, strict=True)
+        ]
+        boxes = boxes * boxes.new_tensor(scales).repeat_interleave(
+            torch.tensor(lengths).to(boxes.device), dim=0, output_size=len(boxes)
+        )
+        heights, widths = zip(*original_image_sizes, strict=True)
+        masks = torch.cat([found["masks"] for found in result])
+        factors = _mask_factors(masks, boxes, (max(heights), max(widths)))
+        split = zip(boxes.split(lengths), *(x.split(lengths) for x in factors), strict=True)
+        for found, own, size in zip(result, split, original_image_sizes, strict=True):
+            found["boxes"], rows, small, columns = own
+            found["masks"] = _product(rows[:, : size[0]], small, columns[:, : size[1]])
         return result
+
+
+def padded_size(size: tuple[int, int], min_size: int, max_size: int) -> tuple[int, int]:
+    """Height and width at which detectors see a picture alone: resized, then filled up to multiples of 32.
+
+    Example:
+        >>> padded_size((480, 640), 800, 1333), padded_size((500, 640), 800, 1333)
+        ((800, 1088), (800, 1024))
+    """
+    scale = min(min_size / min(size), max_size / max(size))
+    height, width = (math.ceil(math.floor(side * scale) / 32) * 32 for side in size)
+    return height, width
 
 
 def place_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
@@ -110,13 +183,23 @@ def place_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
         >>> place_masks(torch.ones(1, 1, 28, 28), torch.tensor([[2.0, 3.0, 9.0, 8.0]]), (12, 16)).shape
         torch.Size([1, 1, 12, 16])
     """
-    masks, scale = expand_masks(masks.float(), padding=1)
+    return _product(*_mask_factors(masks, boxes, size))
+
+
+def _mask_factors(
+    masks: Tensor, boxes: Tensor, size: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (n, H, S), masks (n, S, S) and columns (n, W, S), whose product is the placed masks."""
+    masks, scale = expand_masks(masks[:, 0].float(), padding=1)
     left, top, right, bottom = expand_boxes(boxes, scale).to(torch.int64).unbind(1)
     rows = _interpolation(top, bottom, size[0], masks)
-    columns = _interpolation(left, right, size[1], masks)
+    return rows, masks, _interpolation(left, right, size[1], masks)
+
+
+def _product(rows: Tensor, masks: Tensor, columns: Tensor) -> Tensor:
     # Where exactly a mask ends is in these products: not in autocast's dtype, nor in TF32.
     with torch.autocast(masks.device.type, enabled=False), full_precision(masks.device):
-        return (rows @ masks[:, 0] @ columns.mT)[:, None]
+        return (rows @ masks @ columns.mT)[:, None]
 
 
 def _interpolation(first: Tensor, last: Tensor, length: int, masks: Tensor) -> Tensor:
@@ -238,10 +321,10 @@ def mask_rcnn(
         max_size=max_size,
         rpn_anchor_generator=anchors,
         rpn_head=RPNHead(width, len(ASPECT_RATIOS)),
-        box_roi_pool=MultiScaleRoIAlign(pyramid.names, ROI_SIZE, sampling_ratio=2),
+        box_roi_pool=RegionAlign(pyramid.names, ROI_SIZE, sampling_ratio=2),
         box_head=TwoMLPHead(width * ROI_SIZE**2, 4 * width),
         box_predictor=FastRCNNPredictor(4 * width, num_classes),
-        mask_roi_pool=MultiScaleRoIAlign(pyramid.names, 2 * ROI_SIZE, sampling_ratio=2),
+        mask_roi_pool=RegionAlign(pyramid.names, 2 * ROI_SIZE, sampling_ratio=2),
         mask_head=MaskRCNNHeads(width, [width] * 4, dilation=1),
         mask_predictor=MaskRCNNPredictor(width, width, num_classes),
         **kwargs,

@@ -4,6 +4,7 @@ train_detection(settings)               -> Outcome
 load_detector("OUTPUT/best", device)    -> model, metadata
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 import softfree
 from softfree.data.detection import (
@@ -24,7 +26,7 @@ from softfree.data.detection import (
     train_transform,
 )
 from softfree.models.checks import check_at_least, check_grouped
-from softfree.models.detection import mask_rcnn, retinanet
+from softfree.models.detection import mask_rcnn, padded_size, retinanet
 from softfree.training.classification import check_model_name
 from softfree.training.coco_metrics import CocoMetrics
 from softfree.training.dense import (
@@ -198,7 +200,8 @@ class Detection(Task):
                 given.data_dir, masks=self.masks, skip_bad=given.skip_bad_annotations
             )
         self.data = data
-        self.train_data, self.eval_data = data.train, data.val
+        self.train_data = data.train
+        self.eval_data = for_evaluation(data.val, given.short_side, given.max_size)
         self.train_data.transform = train_transform(given.short_sides, given.max_size)
 
     def build_model(self) -> nn.Module:
@@ -254,7 +257,7 @@ class Detection(Task):
         self, model: nn.Module, batch: DetectionBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         check_readable(batch)
-        losses = model(to_unit_range(batch.images), batch.targets)
+        losses = model(batch.unit_images, batch.targets)
         named = {LOSSES.get(name, name): loss for name, loss in losses.items()}
         return sum(losses.values(), torch.zeros(())), named
 
@@ -262,6 +265,24 @@ class Detection(Task):
         self, model: nn.Module, batches: Iterable[DetectionBatch], processes: Processes
     ) -> dict[str, float]:
         return evaluate_detector(model, batches, self.data.val, self.masks, processes)
+
+
+def for_evaluation(data: CocoDetection, short_side: int, max_size: int) -> Subset:
+    """The pictures with their ids alone, in an order in which those that :func:`detect` takes together meet.
+
+    The metric has the truth: no mask need be decoded.
+    """
+    bare = copy.copy(data)
+    bare.masks, bare.transform = False, _image_and_id
+    sizes = [
+        padded_size((image["height"], image["width"]), short_side, max_size)
+        for image in data.images
+    ]
+    return Subset(bare, sorted(range(len(sizes)), key=sizes.__getitem__))
+
+
+def _image_and_id(image: Tensor, target: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    return image.as_subclass(Tensor), {"image_id": target["image_id"]}
 
 
 def evaluate_detector(
@@ -274,21 +295,23 @@ def evaluate_detector(
     """COCO's figures in percent over the batches of all processes, each picture counted once."""
     metrics = CocoMetrics(data.annotations, data.category_ids, masks=masks)
     for batch in batches:
-        if batch.images:
-            detections = detect(model, batch.images)
-            metrics.update([target["image_id"] for target in batch.targets], detections)
+        if batch.image_ids:
+            metrics.update(batch.image_ids, detect(model, batch.images))
     return metrics.compute(processes)
 
 
 def detect(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    """What the detector finds in 8-bit pictures (3, H, W); those of one size go through it together.
+    """What the detector finds in 8-bit pictures (3, H, W); those it sees at one size go through it together.
 
     Pictures of a batch are padded to the largest, and attention over the whole map sees the padding: what is
     found in one would depend on the sizes of the others.
     """
-    places: dict[torch.Size, list[int]] = {}
+    transform: Any = model.transform
+    places: dict[tuple[int, int], list[int]] = {}
     for place, image in enumerate(images):
-        places.setdefault(image.shape, []).append(place)
+        height, width = image.shape[1:]
+        seen = padded_size((height, width), transform.min_size[-1], transform.max_size)
+        places.setdefault(seen, []).append(place)
     found: dict[int, dict[str, Tensor]] = {}
     for group in places.values():
         detections = model(to_unit_range([images[place] for place in group]))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision.ops import masks_to_boxes
 
 pytest.importorskip("faster_coco_eval")
@@ -45,7 +46,8 @@ def write_coco(root, annotations=ANNOTATIONS, suffix="2017"):
         folder = root / f"{split}{suffix}"
         folder.mkdir(parents=True)
         for image in annotations["images"]:
-            Image.new("RGB", (image["width"], image["height"])).save(folder / image["file_name"])
+            size, colour = (image["width"], image["height"]), (10 * image["id"], 50, 100)
+            Image.new("RGB", size, colour).save(folder / image["file_name"])
         (root / "annotations").mkdir(exist_ok=True)
         path = root / "annotations" / f"instances_{split}{suffix}.json"
         path.write_text(json.dumps(annotations))
@@ -134,6 +136,24 @@ def test_an_unreadable_picture_or_one_of_another_size_is_skipped(tmp_path):
     assert len(batch.images) == len(batch.targets) == 1
     assert [file.path for file in batch.unreadable] == ["tall.png", "wide.png"]
     assert len(collate_detection(items, refill=True).images) == 3
+
+
+def test_a_batch_holds_its_items_in_few_tensors(tmp_path):
+    data = load_detection(str(write_coco(tmp_path)), masks=True).train
+    items = [data[index] for index in range(3)]
+    assert len({image.shape for image, _ in items}) > 1
+    assert 0 in {len(target["labels"]) for _, target in items}
+    [batch] = DataLoader(data, 3, collate_fn=collate_detection)
+    assert len(batch.packed_targets) == 3
+    unpacked = zip(batch.images, batch.unit_images, batch.targets, strict=True)
+    for (image, target), (same, unit, other) in zip(items, unpacked, strict=True):
+        assert torch.equal(image, same)
+        assert torch.equal(image.float() / 255, unit)
+        assert target.keys() == other.keys()
+        assert target["image_id"] == other["image_id"]
+        for name in ("boxes", "labels", "masks"):
+            assert target[name].dtype == other[name].dtype
+            assert torch.equal(target[name], other[name]), name
 
 
 def test_flips_and_resizes_move_boxes_and_masks_alike():

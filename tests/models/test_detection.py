@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from softfree.models.detection import mask_rcnn, place_masks, retinanet
+from softfree.models.detection import mask_rcnn, padded_size, place_masks, retinanet
 from tests.models.small import PYRAMID
 
 DETECTORS = [retinanet, mask_rcnn]
@@ -151,3 +151,11 @@ def test_sizes_of_none_are_refused_by_name(create, name):
 def test_channels_that_the_heads_norm_can_not_share_out_are_refused(width):
     with pytest.raises(ValueError, match="width must be a multiple of"):
         retinanet("softpp_tiny", width=width, head_norm=True)
+
+
+def test_the_size_of_a_padded_picture_is_torchvisions():
+    model = retinanet("softpp_tiny", 3, min_size=100, max_size=160, backbone_kwargs=PYRAMID).eval()
+    generator = torch.Generator().manual_seed(0)
+    for height, width in torch.randint(20, 400, (60, 2), generator=generator).tolist():
+        images, _ = model.transform([torch.empty(3, height, width)])
+        assert images.tensors.shape[2:] == padded_size((height, width), 100, 160)

@@ -14,6 +14,7 @@ from softfree.training.detection import (
     Detection,
     DetectionSettings,
     detect,
+    for_evaluation,
     load_detector,
     recipe,
     train_detection,
@@ -93,15 +94,37 @@ def test_what_is_found_in_a_picture_does_not_depend_on_the_others_of_its_batch(t
     torch.manual_seed(0)
     model = Detection(tiny(tmp_path, detector), shapes(detector)).build_model().eval()
     model.score_thresh = 0.0  # of RetinaNet, which is sure of nothing yet
-    sizes = [(64, 90), (80, 64), (64, 90), (100, 100)]
+    sizes = [(64, 90), (80, 64), (64, 95), (128, 190), (100, 100)]
     pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
     with torch.no_grad():
+        calls = []
+        handle = model.backbone.register_forward_hook(lambda *call: calls.append(call[1][0].shape))
         together = detect(model, pictures)
+        handle.remove()
+        assert [*map(tuple, calls)] == [(3, 3, 64, 96), (1, 3, 96, 64), (1, 3, 64, 64)]
         alone = [detect(model, [picture])[0] for picture in pictures]
     for a, b in zip(together, alone, strict=True):
         assert a["scores"].numel() > 0
         torch.testing.assert_close(a["scores"], b["scores"])
         torch.testing.assert_close(a["boxes"], b["boxes"], atol=1e-3, rtol=1e-4)
+
+
+def test_pictures_that_the_detector_sees_at_one_size_follow_each_other_in_an_evaluation():
+    data = shapes("mask-rcnn", 1).val
+    for image, size in zip(data.images, [(64, 90), (80, 64), (128, 190)], strict=True):
+        image["height"], image["width"] = size
+    assert for_evaluation(data, 64, 192).indices == [0, 2, 1]
+
+
+def test_an_evaluation_reads_pictures_and_ids_alone():
+    data = shapes("mask-rcnn").val
+    pictures = for_evaluation(data, 64, 192)
+    for index in range(3):
+        (image, target), (expected, truth) = pictures[index], data[index]
+        assert type(image) is torch.Tensor
+        assert torch.equal(image, expected)
+        assert target == {"image_id": truth["image_id"]}
+    assert data.masks
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):

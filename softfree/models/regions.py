@@ -1,0 +1,279 @@
+"""Mask R-CNN's steps between its networks, for all pictures of a batch at once.
+
+torchvision's parts take the pictures one by one, in dozens of small operations each, and wait for the GPU after
+many of them: a GPU that is free then waits for the host. These give the same results. Where torchvision draws
+samples at random, other ones are drawn, by the same rule.
+
+    RegionProposals   anchors to proposals, and their losses
+    RegionHeads       proposals to objects, and their losses
+    RegionAlign       features of regions, from the level that fits each
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torchvision.models.detection._utils import BalancedPositiveNegativeSampler, Matcher
+from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss, maskrcnn_loss
+from torchvision.models.detection.rpn import RegionProposalNetwork
+from torchvision.ops import MultiScaleRoIAlign, batched_nms, box_iou, nms, roi_align
+from torchvision.ops.poolers import _setup_scales
+
+Targets = list[dict[str, Tensor]]
+# Overlaps to compute at a time: more of them than this would take gigabytes.
+OVERLAPS = 2**25
+SMALLEST_OBJECT = 1e-2
+
+
+class RegionProposals(RegionProposalNetwork):
+    """torchvision's region proposal network; only the suppression of overlaps takes pictures one by one."""
+
+    def filter_proposals(
+        self,
+        proposals: Tensor,
+        objectness: Tensor,
+        image_shapes: list[tuple[int, int]],
+        num_anchors_per_level: list[int],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        objectness = objectness.detach().reshape(len(proposals), -1)
+        index = self._get_top_n_idx(objectness, num_anchors_per_level)
+        counts = [min(self.pre_nms_top_n(), anchors) for anchors in num_anchors_per_level]
+        level = torch.cat([index.new_full((n,), number) for number, n in enumerate(counts)])
+        scores = objectness.gather(1, index).sigmoid()
+        limits = _limits(proposals, image_shapes)[:, None]
+        boxes = torch.minimum(_take(proposals, index).clamp(min=0), limits)
+        sound = _has_sides(boxes, self.min_size) & (scores >= self.score_thresh)
+        # What is not sound comes last and suppresses nothing.
+        scores = scores.masked_fill(~sound, -1)
+        apart = boxes + (level * (boxes.amax((1, 2))[:, None] + 1))[..., None]
+        kept = [
+            nms(own, own_scores, self.nms_thresh)[: self.post_nms_top_n()] + number * len(level)
+            for number, (own, own_scores) in enumerate(zip(apart, scores, strict=True))
+        ]
+        keep = torch.cat(kept)
+        keep = keep[scores.flatten()[keep] >= 0]
+        lengths = _counts(keep // len(level), len(proposals))
+        boxes, scores = boxes.flatten(0, 1)[keep], scores.flatten()[keep]
+        return list(boxes.split(lengths)), list(scores.split(lengths))
+
+    def assign_targets_to_anchors(
+        self, anchors: list[Tensor], targets: Targets
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        boxes, labels = pad_targets(targets)
+        # The anchors of all pictures are the same.
+        matched, kinds = match(boxes, labels >= 0, anchors[0][None], self.proposal_matcher)
+        return list(kinds), list(_take(boxes, matched))
+
+    def compute_loss(
+        self,
+        objectness: Tensor,
+        pred_bbox_deltas: Tensor,
+        labels: list[Tensor],
+        regression_targets: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        kinds = torch.stack(labels)
+        index, kinds = sample(kinds, self.fg_bg_sampler)
+        count = (kinds >= 0).sum()
+        logits = objectness.reshape(len(labels), -1).gather(1, index)
+        losses = F.binary_cross_entropy_with_logits(
+            logits, kinds.clamp(min=0).to(logits), reduction="none"
+        )
+        deltas = _take(pred_bbox_deltas.reshape(len(labels), -1, 4), index)
+        wanted = _take(torch.stack(list(regression_targets)), index)
+        # Of what is no object, nothing is wanted.
+        wanted = torch.where(kinds[..., None] > 0, wanted, deltas.detach())
+        box_loss = F.smooth_l1_loss(deltas, wanted, beta=1 / 9, reduction="sum")
+        return losses.masked_fill(kinds < 0, 0).sum() / count, box_loss / count
+
+
+class RegionHeads(RoIHeads):
+    """torchvision's heads for boxes and masks."""
+
+    def forward(
+        self,
+        features: dict[str, Tensor],
+        proposals: list[Tensor],
+        image_shapes: list[tuple[int, int]],
+        targets: Targets | None = None,
+    ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+        if not self.training:
+            return super().forward(features, proposals, image_shapes, targets)
+        self.check_targets(targets)
+        assert targets is not None
+        regions, matched, labels, truth = self.draw_regions(proposals, targets)
+        # Objects come first, then the background, then what fills up.
+        lengths, objects = torch.stack([(labels >= 0).sum(1), (labels > 0).sum(1)]).tolist()
+        regions_of = _first(regions, lengths)
+        box_features = self.box_head(self.box_roi_pool(features, regions_of, image_shapes))
+        class_loss, box_loss = fastrcnn_loss(
+            *self.box_predictor(box_features),
+            _first(labels, lengths),
+            self.box_coder.encode(_first(truth, lengths), regions_of),
+        )
+        objects_of = _first(regions, objects)
+        mask_features = self.mask_head(self.mask_roi_pool(features, objects_of, image_shapes))
+        mask_loss = maskrcnn_loss(
+            self.mask_predictor(mask_features),
+            objects_of,
+            [target["masks"] for target in targets],
+            [target["labels"] for target in targets],
+            _first(matched, objects),
+        )
+        return [], dict(loss_classifier=class_loss, loss_box_reg=box_loss, loss_mask=mask_loss)
+
+    def draw_regions(
+        self, proposals: list[Tensor], targets: Targets
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Regions to train on (n, S, 4), the object each matches, its label, and that object's box (n, S, 4).
+
+        A label of 0 is the background, of -1 no region: a picture may have too few.
+        """
+        boxes, labels = pad_targets(targets)
+        # No coordinate of a proposal is below 0.
+        padded = pad_sequence(proposals, batch_first=True, padding_value=-1)
+        regions = torch.cat([padded, boxes], dim=1)
+        there = torch.cat([padded[..., 0] >= 0, labels >= 0], dim=1)
+        matched, kinds = match(boxes, labels >= 0, regions, self.proposal_matcher)
+        found = torch.where(kinds > 0, labels.gather(1, matched), kinds)
+        index, found = sample(found.masked_fill(~there, -1), self.fg_bg_sampler)
+        matched = matched.gather(1, index)
+        return _take(regions, index), matched, found, _take(boxes, matched)
+
+    def postprocess_detections(
+        self,
+        class_logits: Tensor,
+        box_regression: Tensor,
+        proposals: list[Tensor],
+        image_shapes: list[tuple[int, int]],
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        picture = _picture_of(proposals)
+        # The background's column is left out.
+        scores = class_logits.softmax(-1)[:, 1:]
+        boxes = self.box_coder.decode(box_regression, proposals)[:, 1:]
+        limits = _limits(boxes, image_shapes)[picture][:, None]
+        boxes = torch.minimum(boxes.clamp(min=0), limits)
+        good = (scores > self.score_thresh) & _has_sides(boxes, SMALLEST_OBJECT)
+        row, column = good.nonzero(as_tuple=True)
+        lengths = _counts(picture[row], len(proposals))
+        candidates = (boxes[row, column], scores[row, column], column + 1)
+        found = []
+        for own in zip(*(x.split(lengths) for x in candidates), strict=True):
+            keep = batched_nms(*own, self.nms_thresh)[: self.detections_per_img]
+            found.append([x[keep] for x in own])
+        own_boxes, own_scores, own_labels = map(list, zip(*found, strict=True))
+        return own_boxes, own_scores, own_labels
+
+
+class RegionAlign(MultiScaleRoIAlign):
+    """torchvision's, but the host learns how many regions each level has all at once."""
+
+    def forward(
+        self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]
+    ) -> Tensor:
+        maps = [x[name] for name in self.featmap_names]
+        if self.scales is None or self.map_levels is None:  # type: ignore[has-type]
+            self.scales, self.map_levels = _setup_scales(
+                maps, image_shapes, self.canonical_scale, self.canonical_level
+            )
+        flat = torch.cat(boxes)
+        regions = torch.cat([_picture_of(boxes)[:, None].to(flat), flat], dim=1)
+        levels = self.map_levels([flat])
+        order = levels.argsort()
+        parts = regions[order].split(_counts(levels, len(maps)))
+        pooled = torch.cat(
+            [
+                roi_align(features, part, self.output_size, scale, self.sampling_ratio)
+                for features, part, scale in zip(maps, parts, self.scales, strict=True)
+            ]
+        )
+        return torch.empty_like(pooled).index_copy(0, order, pooled)
+
+
+def pad_targets(targets: Targets) -> tuple[Tensor, Tensor]:
+    """Boxes (n, G, 4) and labels (n, G) of pictures with up to G objects; a label of -1: no object."""
+    boxes = [target["boxes"] for target in targets]
+    labels = [target["labels"] for target in targets]
+    # One more, so that G is at least 1.
+    boxes.append(boxes[0].new_zeros(1, 4))
+    labels.append(labels[0].new_zeros(1))
+    padded = pad_sequence(boxes, batch_first=True)
+    return padded[:-1], pad_sequence(labels, batch_first=True, padding_value=-1)[:-1]
+
+
+def match(
+    boxes: Tensor, real: Tensor, candidates: Tensor, matcher: Matcher
+) -> tuple[Tensor, Tensor]:
+    """Which object each candidate matches best, (n, P), and whether: 1 yes, 0 none, -1 neither clearly.
+
+    Args:
+        boxes: objects (n, G, 4), of which those in ``real`` (n, G) count.
+        candidates: (n, P, 4), or (1, P, 4) if all pictures have the same.
+        matcher: torchvision's, whose thresholds decide.
+    """
+    candidates = candidates.expand(len(boxes), -1, -1)
+    step = max(1, OVERLAPS // (boxes.shape[1] * candidates.shape[1]))
+    if len(boxes) > step:
+        parts = zip(boxes.split(step), real.split(step), candidates.split(step), strict=True)
+        matched, kinds = zip(*(match(*part, matcher) for part in parts), strict=True)
+        return torch.cat(matched), torch.cat(kinds)
+    overlaps = box_iou(boxes, candidates).masked_fill(~real[..., None], -1)
+    best, index = overlaps.max(1)
+    hits = best >= matcher.high_threshold
+    if matcher.allow_low_quality_matches:
+        most = overlaps.amax(2, keepdim=True)
+        hits |= ((overlaps == most) & real[..., None]).any(1)
+    unclear = best >= matcher.low_threshold
+    return index, unclear.long().neg().masked_fill(hits, 1)
+
+
+def sample(labels: Tensor, sampler: BalancedPositiveNegativeSampler) -> tuple[Tensor, Tensor]:
+    """Places and labels (n, S) of a sample from labels (n, P): objects, > 0, first, then background, 0.
+
+    As many objects as the sampler wants, or there are; background in the other places. Where there is too
+    little, labels are -1.
+    """
+    size, most = (
+        min(int(wanted), labels.shape[1])
+        for wanted in (
+            sampler.batch_size_per_image,
+            sampler.batch_size_per_image * sampler.positive_fraction,
+        )
+    )
+    chance = torch.rand(labels.shape, device=labels.device)
+    first = chance.masked_fill(labels <= 0, -1).topk(most).indices
+    drawn = torch.zeros_like(labels, dtype=torch.bool).scatter(1, first, True) & (labels > 0)
+    rank = chance.masked_fill(labels != 0, -1).masked_fill(drawn, 2)
+    rank, index = rank.topk(size)
+    return index, labels.gather(1, index).masked_fill(rank < 0, -1)
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows (n, P, 4) at index (n, S)."""
+    return rows.gather(1, index[..., None].expand(-1, -1, rows.shape[2]))
+
+
+def _first(padded: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    return [own[:length] for own, length in zip(padded, lengths, strict=True)]
+
+
+def _limits(like: Tensor, image_shapes: Sequence[tuple[int, int]]) -> Tensor:
+    """The largest coordinates of boxes in each picture, (n, 4)."""
+    return like.new_tensor([(width, height, width, height) for height, width in image_shapes])
+
+
+def _has_sides(boxes: Tensor, length: float) -> Tensor:
+    """Whether both sides are at least this long; not those of NaN."""
+    return (boxes[..., 2:] - boxes[..., :2] >= length).all(-1)
+
+
+def _picture_of(boxes: Sequence[Tensor]) -> Tensor:
+    """The number of the picture that each box of the lists is from."""
+    lengths = torch.tensor([len(own) for own in boxes])
+    return torch.arange(len(boxes)).repeat_interleave(lengths).to(boxes[0].device)
+
+
+def _counts(numbers: Tensor, limit: int) -> list[int]:
+    """How often each number below ``limit`` occurs; this waits for the device once."""
+    return (numbers[:, None] == torch.arange(limit, device=numbers.device)).sum(0).tolist()
