@@ -10,13 +10,12 @@ against the float64 reference first, and a wrong one is not timed (exit code 1).
 
 from collections.abc import Callable, Sequence
 
-import tyro
-
 from softfree.commands._benchmark_attention import attention
 from softfree.commands._benchmark_detector import detector
 from softfree.commands._benchmark_memory import memory
 from softfree.commands._benchmark_model import model
 from softfree.commands._benchmark_throughput import throughput
+from softfree.commands._subcommands import run_subcommand
 
 BENCHMARKS: dict[str, Callable[..., int]] = {
     "attention": attention,
@@ -29,12 +28,6 @@ BENCHMARKS: dict[str, Callable[..., int]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree benchmark`` with these arguments; return the exit code."""
-    if not argv or argv[0] not in (*BENCHMARKS, "-h", "--help"):
-        given = f"got {argv[0]!r}" if argv else "e.g. `softfree benchmark attention`"
-        raise ValueError(f"benchmark what? One of {', '.join(BENCHMARKS)}; {given}")
-    if argv[0] in BENCHMARKS:
-        # On its own, so that errors point to its own --help.
-        return tyro.cli(BENCHMARKS[argv[0]], args=argv[1:], prog=f"softfree benchmark {argv[0]}")
-    return tyro.extras.subcommand_cli_from_dict(
-        BENCHMARKS, args=argv, prog="softfree benchmark", description=__doc__
+    return run_subcommand(
+        "benchmark", BENCHMARKS, argv, question="benchmark what?", description=__doc__
     )

@@ -7,12 +7,11 @@ against the size of the images.
 
 from collections.abc import Callable, Sequence
 
-import tyro
-
 from softfree.commands._figure_convergence import convergence
 from softfree.commands._figure_heatmap import heatmap
 from softfree.commands._figure_resolution import resolution
 from softfree.commands._figure_spectrum import spectrum
+from softfree.commands._subcommands import run_subcommand
 
 FIGURES: dict[str, Callable[..., int]] = {
     "heatmap": heatmap,
@@ -24,9 +23,4 @@ FIGURES: dict[str, Callable[..., int]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree figure`` with these arguments; return the exit code."""
-    if not argv or argv[0] not in (*FIGURES, "-h", "--help"):
-        given = f"got {argv[0]!r}" if argv else "e.g. `softfree figure heatmap`"
-        raise ValueError(f"which figure? One of {', '.join(FIGURES)}; {given}")
-    return tyro.extras.subcommand_cli_from_dict(
-        FIGURES, args=argv, prog="softfree figure", description=__doc__
-    )
+    return run_subcommand("figure", FIGURES, argv, question="which figure?", description=__doc__)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
 from softfree.analysis import describe_environment, write_csv
 from softfree.commands._benchmark_common import check_output, check_positive, make_table
+from softfree.commands._subcommands import run_subcommand
 from softfree.commands._validate_dense import detection, segmentation
 from softfree.commands._validate_longrange import longrange
 from softfree.data.images import Batch, ImageDataset, collate_images, load_images
@@ -44,12 +44,7 @@ from softfree.training.settings import WORKERS, check_workers
 
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree validate`` with these arguments; return the exit code."""
-    if not argv or argv[0] not in (*TASKS, "-h", "--help"):
-        given = f"got {argv[0]!r}" if argv else "e.g. `softfree validate classification`"
-        raise ValueError(f"validate what? One of {', '.join(TASKS)}; {given}")
-    return tyro.extras.subcommand_cli_from_dict(
-        TASKS, args=argv, prog="softfree validate", description=__doc__
-    )
+    return run_subcommand("validate", TASKS, argv, question="validate what?", description=__doc__)
 
 
 def classification(
