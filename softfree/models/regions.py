@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchvision.models.detection._utils import BalancedPositiveNegativeSampler, Matcher
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss, maskrcnn_loss
 from torchvision.models.detection.rpn import RegionProposalNetwork
-from torchvision.ops import MultiScaleRoIAlign, batched_nms, box_iou, nms, roi_align
+from torchvision.ops import MultiScaleRoIAlign, batched_nms, nms, roi_align
 from torchvision.ops.poolers import _setup_scales
 
 Targets = list[dict[str, Tensor]]
@@ -47,7 +47,8 @@ class RegionProposals(RegionProposalNetwork):
         sound = _has_sides(boxes, self.min_size) & (scores >= self.score_thresh)
         # What is not sound comes last and suppresses nothing.
         scores = scores.masked_fill(~sound, -1)
-        apart = boxes + (level * (boxes.amax((1, 2))[:, None] + 1))[..., None]
+        # No box reaches beyond its picture, so these of different levels do not touch.
+        apart = boxes + (level * (limits.max() + 1))[:, None]
         kept = [
             nms(own, own_scores, self.nms_thresh)[: self.post_nms_top_n()] + number * len(level)
             for number, (own, own_scores) in enumerate(zip(apart, scores, strict=True))
@@ -131,6 +132,7 @@ class RegionHeads(RoIHeads):
         A label of 0 is the background, of -1 no region: a picture may have too few.
         """
         boxes, labels = pad_targets(targets)
+        boxes = boxes.to(proposals[0].dtype)
         # No coordinate of a proposal is below 0.
         padded = pad_sequence(proposals, batch_first=True, padding_value=-1)
         regions = torch.cat([padded, boxes], dim=1)
@@ -151,7 +153,9 @@ class RegionHeads(RoIHeads):
         picture = _picture_of(proposals)
         # The background's column is left out.
         scores = class_logits.softmax(-1)[:, 1:]
-        boxes = self.box_coder.decode(box_regression, proposals)[:, 1:]
+        # Given a shape, since that of no box at all lacks an axis.
+        boxes = self.box_coder.decode(box_regression, proposals)
+        boxes = boxes.reshape(*class_logits.shape, 4)[:, 1:]
         limits = _limits(boxes, image_shapes)[picture][:, None]
         boxes = torch.minimum(boxes.clamp(min=0), limits)
         good = (scores > self.score_thresh) & _has_sides(boxes, SMALLEST_OBJECT)
@@ -218,7 +222,7 @@ def match(
         parts = zip(boxes.split(step), real.split(step), candidates.split(step), strict=True)
         matched, kinds = zip(*(match(*part, matcher) for part in parts), strict=True)
         return torch.cat(matched), torch.cat(kinds)
-    overlaps = box_iou(boxes, candidates).masked_fill(~real[..., None], -1)
+    overlaps = _overlaps(boxes, candidates).masked_fill(~real[..., None], -1)
     best, index = overlaps.max(1)
     hits = best >= matcher.high_threshold
     if matcher.allow_low_quality_matches:
@@ -247,6 +251,14 @@ def sample(labels: Tensor, sampler: BalancedPositiveNegativeSampler) -> tuple[Te
     rank = chance.masked_fill(labels != 0, -1).masked_fill(drawn, 2)
     rank, index = rank.topk(size)
     return index, labels.gather(1, index).masked_fill(rank < 0, -1)
+
+
+def _overlaps(boxes: Tensor, others: Tensor) -> Tensor:
+    """Intersection over union of boxes (n, G, 4) with others (n, P, 4), (n, G, P)."""
+    a, b = boxes[:, :, None], others[:, None]
+    shared = (torch.minimum(a, b)[..., 2:] - torch.maximum(a, b)[..., :2]).clamp(min=0).prod(-1)
+    areas = [(x[..., 2:] - x[..., :2]).prod(-1) for x in (a, b)]
+    return shared / (areas[0] + areas[1] - shared)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

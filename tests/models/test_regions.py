@@ -85,9 +85,11 @@ def test_detections_are_torchvisions():
             torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-4)
 
 
-def test_a_picture_without_detections_is_one_as_torchvisions():
+@pytest.mark.parametrize("part", ["rpn", "roi_heads"])
+def test_a_picture_without_proposals_or_detections_is_one_as_torchvisions(part):
     ours, other = ours_and_torchvisions()
-    ours.roi_heads.score_thresh = other.roi_heads.score_thresh = 1.0
+    for model in (ours, other):
+        getattr(model, part).score_thresh = 1.0
     images, _ = pictures(0, 0, 0)
     with torch.no_grad():
         found, expected = ours.eval()(images), other.eval()(images)
@@ -109,6 +111,26 @@ def test_proposals_without_sides_are_left_out_as_torchvision_leaves_them_out():
     for one, two in zip(found, expected, strict=True):
         for mine, theirs in zip(one, two, strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+def test_a_proposal_that_is_no_number_leaves_the_others_as_they_are():
+    ours, _ = ours_and_torchvisions()
+    torch.manual_seed(1)
+    proposals, objectness = random_boxes(60, 64, 64)[None], torch.randn(60, 1)
+    arguments = (objectness, [(64, 64)], [40, 20])
+    proposals[0, 5, 2:] = proposals[0, 5, :2]
+    expected = ours.rpn.eval().filter_proposals(proposals, *arguments)[0][0]
+    proposals[0, 5, 2] = torch.nan
+    found = ours.rpn.filter_proposals(proposals, *arguments)[0][0]
+    assert torch.equal(found, expected) and len(found) < 59
+
+
+def test_boxes_may_be_of_another_precision_than_the_network():
+    ours, _ = ours_and_torchvisions(_skip_resize=True)
+    images, targets = pictures(3, 1, 5)
+    for target in targets:
+        target["boxes"] = target["boxes"].double()
+    assert all(loss.isfinite() for loss in ours.train()(images, targets).values())
 
 
 @pytest.mark.parametrize("counts", [(2, 0, 3), (1,), (0, 0)], ids=str)
