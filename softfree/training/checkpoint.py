@@ -32,8 +32,8 @@ METADATA, SETTINGS = "metadata.json", "settings.json"
 # Parts of the settings that say what is trained and on what, and settings in them that a resumed run may change.
 OF_THE_RUN = ("data", "model", "backbone", "detector", "decoder")
 MAY_CHANGE = (
-    "data_dir", "strict_data", "data_on_device", "check_data", "pretrained_checkpoint",
-    "backbone_checkpoint",
+    "data_dir", "strict_data", "data_on_device", "check_data", "skip_bad_annotations", "short_sides",
+    "short_side", "max_size", "crop", "scales", "window", "pretrained_checkpoint", "backbone_checkpoint",
 )  # fmt: skip
 
 # Task, and the function that makes a model of its checkpoints; imported late, for tasks import this module.
@@ -191,7 +191,8 @@ def check_same_run(folder: Path, settings_json: str) -> None:
     differing = different_settings(made_with, json.loads(settings_json), OF_THE_RUN, MAY_CHANGE)
     if differing:
         raise ValueError(
-            f"{folder} is of a run with {', '.join(differing)}; give the same, or another --output"
+            f"{folder} is of a run with {', '.join(differing)}; give the same, or begin anew in another "
+            "--output"
         )
 
 
@@ -200,11 +201,18 @@ def different_settings(
 ) -> list[str]:
     """Flags of ``found`` whose value is another in ``wanted``, in those parts of both that are named."""
     return [
-        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        _as_typed(name.replace("_", "-"), value)
         for part in parts
         for name, value in found.get(part, {}).items()
         if name not in except_for and wanted.get(part, {}).get(name, value) != value
     ]
+
+
+def _as_typed(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    words = map(str, value) if isinstance(value, list) else [str(value) or "''"]
+    return " ".join([f"--{name}", *words])
 
 
 def check_fits(

@@ -11,7 +11,8 @@ AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16
 
 def choose_device(name: str) -> torch.device:
     """The device behind a value of --device (auto, cuda, cuda:1, cpu), if this machine has it."""
-    gpus = torch.cuda.device_count()
+    # A driver that is too old has devices, too, but none can be used.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if gpus else "cpu"
     kind, _, number = name.partition(":")

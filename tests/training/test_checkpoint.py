@@ -162,12 +162,20 @@ def test_weights_of_another_architecture_are_told_by_their_keys(tmp_path):
 
 
 def test_a_run_may_change_where_its_data_lie_but_not_what_it_trains(tmp_path):
-    first = dict(data=dict(data_dir="a", task="text"), backbone=dict(model="x"), optim=dict(lr=1))
+    first = dict(
+        data=dict(data_dir="a", task="text"), backbone=dict(model="x", bn=False), optim=dict(lr=1)
+    )
     (tmp_path / SETTINGS).write_text(json.dumps(first))
     moved = {**first, "data": dict(data_dir="b", task="text", new=3), "optim": dict(lr=2)}
     check_same_run(tmp_path, json.dumps(moved))
-    other = {**first, "data": dict(data_dir="a", task="image"), "backbone": dict(model="y")}
-    with pytest.raises(ValueError, match="is of a run with --task text, --model x; give the same"):
+    other = {
+        **first,
+        "data": dict(data_dir="a", task="image"),
+        "backbone": dict(model="y", bn=True),
+    }
+    with pytest.raises(
+        ValueError, match="is of a run with --task text, --model x, --no-bn; give the same"
+    ):
         check_same_run(tmp_path, json.dumps(other))
 
 
