@@ -378,7 +378,8 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
     classes = np.arange(256, dtype=np.uint8)
     classes[ignore_label] = IGNORE
     pairs = _pairs(_folder(root / "images", split), _folder(root / "masks", split))
-    return SegmentationDataset(pairs, classes, range(len(names)), ignored=(ignore_label,)), names
+    ignored = tuple(sorted({ignore_label, IGNORE}))
+    return SegmentationDataset(pairs, classes, range(len(names)), ignored), names
 
 
 def _folder(folder: Path, split: str) -> Path:

@@ -50,10 +50,9 @@ def test_a_class_beyond_the_classes_is_named(tmp_path):
         load_segmentation(str(folders(tmp_path)))
 
 
-@pytest.mark.parametrize("value", [7, 255])
-def test_what_is_ignored_is_told_as_it_was_given(tmp_path, value):
-    root = folders(tmp_path, ((0, 1, value),))
-    with pytest.raises(ValueError, match=rf"class {value}, .*\(0 to 1\) and 1 to ignore"):
+def test_what_is_ignored_is_told_as_it_was_given(tmp_path):
+    root = folders(tmp_path, ((0, 1, 7),))
+    with pytest.raises(ValueError, match=r"class 7, .*\(0 to 1\) and 1 and 255 to ignore"):
         load_segmentation(str(root), ignore_label=1)
 
 
