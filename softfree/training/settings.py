@@ -128,8 +128,7 @@ class Interval:
 
 def check_workers(workers: int) -> None:
     """Refuse a negative number of loading processes."""
-    if workers < 0:
-        raise ValueError(f"--workers must be at least 0, got {workers}")
+    check_at_least(0, **{"--workers": workers})
 
 
 def check_settings(optim: OptimSettings, run: RunSettings) -> None:

@@ -1,0 +1,60 @@
+"""How large is what an attention adds to the tokens of an untrained sequence encoder, on ListOps?
+
+    python benchmarks/sequence_scale.py                  prints a table (seconds, on a CPU)
+
+Root mean squares over the tokens of four samples: of the tokens before each block's attention, and of what it
+adds to them.
+"""
+
+import argparse
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from softfree.data import listops
+from softfree.data.longrange import PackedSequences, PadSequences
+from softfree.models.sequence import SequenceClassifier
+
+LENGTH, VOCABULARY, CLASSES = 2000, 32, 10
+
+
+def measure(attention: str, tokens: Tensor, mask: Tensor) -> list[tuple[float, float]]:
+    """For each block: size of the tokens, and of what the attention adds."""
+    torch.manual_seed(0)
+    model = SequenceClassifier(VOCABULARY, LENGTH, CLASSES, attention=attention).eval()
+    sizes: list[float] = []
+
+    def note(x: Tensor) -> None:
+        sizes.append(x[mask].square().mean().sqrt().item())
+
+    for block in model.blocks:
+        block.norm1.register_forward_pre_hook(lambda _, inputs: note(inputs[0]))
+        block.attn.register_forward_hook(lambda _, inputs, output: note(output))
+    with torch.no_grad():
+        model(tokens, mask)
+    return list(zip(sizes[::2], sizes[1::2], strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument(
+        "--attentions", nargs="+", default=["soft", "softpp", "softmax", "nystromformer"]
+    )
+    given = parser.parse_args()
+    data = PackedSequences(listops.generate(given.samples), shift=0, length=LENGTH)
+    batch = PadSequences(LENGTH)([data[index] for index in range(given.samples)])
+    table = Table("attention", "tokens", "block 1 adds", "tokens", "block 2 adds", box=SIMPLE)
+    for attention in given.attentions:
+        pairs = measure(attention, batch.tokens, batch.tokens > 0)
+        table.add_row(attention, *(f"{size:.3g}" for pair in pairs for size in pair))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
