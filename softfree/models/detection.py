@@ -150,13 +150,10 @@ class _Transform(GeneralizedRCNNTransform):
         boxes = boxes * boxes.new_tensor(scales).repeat_interleave(
             torch.tensor(lengths).to(boxes.device), dim=0, output_size=len(boxes)
         )
-        heights, widths = zip(*original_image_sizes, strict=True)
-        masks = torch.cat([found["masks"] for found in result])
-        factors = _mask_factors(masks, boxes, (max(heights), max(widths)))
-        split = zip(boxes.split(lengths), *(x.split(lengths) for x in factors), strict=True)
-        for found, own, size in zip(result, split, original_image_sizes, strict=True):
-            found["boxes"], rows, small, columns = own
-            found["masks"] = _product(rows[:, : size[0]], small, columns[:, : size[1]])
+        boxes_of = boxes.split(lengths)
+        placed = place_masks([found["masks"] for found in result], boxes_of, original_image_sizes)
+        for found, own_boxes, own_masks in zip(result, boxes_of, placed, strict=True):
+            found["boxes"], found["masks"] = own_boxes, own_masks
         return result
 
 
@@ -172,34 +169,35 @@ def padded_size(size: tuple[int, int], min_size: int, max_size: int) -> tuple[in
     return height, width
 
 
-def place_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Masks (n, 1, S, S) of boxes (n, 4) in the whole picture, (n, 1, H, W): bilinear inside, 0 outside.
+def place_masks(
+    masks: Sequence[Tensor], boxes: Sequence[Tensor], sizes: Sequence[tuple[int, int]]
+) -> list[Tensor]:
+    """Of each picture the masks (n, 1, S, S) of boxes (n, 4) in the whole of it, (n, 1, H, W).
 
-    The result is that of torchvision's ``paste_masks_in_image``. Bilinear interpolation is a product with a
-    matrix on either side, (H, S) and (W, S), so all masks are two batched products.
+    They are bilinear inside and 0 outside: the result of torchvision's ``paste_masks_in_image``. Bilinear
+    interpolation is a product with a matrix on either side, (H, S) and (W, S), so all masks of a picture are two
+    batched products. The matrices are made for all pictures at once.
 
     Example:
         >>> import torch
-        >>> place_masks(torch.ones(1, 1, 28, 28), torch.tensor([[2.0, 3.0, 9.0, 8.0]]), (12, 16)).shape
+        >>> boxes = torch.tensor([[2.0, 3.0, 9.0, 8.0]])
+        >>> [placed] = place_masks([torch.ones(1, 1, 28, 28)], [boxes], [(12, 16)])
+        >>> placed.shape
         torch.Size([1, 1, 12, 16])
     """
-    return _product(*_mask_factors(masks, boxes, size))
-
-
-def _mask_factors(
-    masks: Tensor, boxes: Tensor, size: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (n, H, S), masks (n, S, S) and columns (n, W, S), whose product is the placed masks."""
-    masks, scale = expand_masks(masks[:, 0].float(), padding=1)
-    left, top, right, bottom = expand_boxes(boxes, scale).to(torch.int64).unbind(1)
-    rows = _interpolation(top, bottom, size[0], masks)
-    return rows, masks, _interpolation(left, right, size[1], masks)
-
-
-def _product(rows: Tensor, masks: Tensor, columns: Tensor) -> Tensor:
+    lengths = [len(own) for own in boxes]
+    heights, widths = zip(*sizes, strict=True)
+    small, scale = expand_masks(torch.cat(list(masks))[:, 0].float(), padding=1)
+    left, top, right, bottom = expand_boxes(torch.cat(list(boxes)), scale).to(torch.int64).unbind(1)
+    rows = _interpolation(top, bottom, max(heights), small)
+    columns = _interpolation(left, right, max(widths), small)
+    factors = zip(*(x.split(lengths) for x in (rows, small, columns)), strict=True)
     # Where exactly a mask ends is in these products: not in autocast's dtype, nor in TF32.
-    with torch.autocast(masks.device.type, enabled=False), full_precision(masks.device):
-        return (rows @ masks @ columns.mT)[:, None]
+    with torch.autocast(small.device.type, enabled=False), full_precision(small.device):
+        return [
+            (above[:, :height] @ own @ across[:, :width].mT)[:, None]
+            for (above, own, across), (height, width) in zip(factors, sizes, strict=True)
+        ]
 
 
 def _interpolation(first: Tensor, last: Tensor, length: int, masks: Tensor) -> Tensor:

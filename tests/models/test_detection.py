@@ -119,9 +119,10 @@ def test_masks_are_placed_as_torchvision_places_them(size):
     boxes[1] = torch.tensor([3.2, 2.1, 3.3, 2.2])  # less than a pixel
     boxes[2] = torch.tensor([width - 1, height - 1, width, height])
     masks = torch.rand(40, 1, 28, 28)
-    found = place_masks(masks, boxes, size)
+    [found] = place_masks([masks], [boxes], [size])
     torch.testing.assert_close(found, paste_masks_in_image(masks, boxes, size))
-    assert place_masks(masks[:0], boxes[:0], size).shape == (0, 1, height, width)
+    [nothing] = place_masks([masks[:0]], [boxes[:0]], [size])
+    assert nothing.shape == (0, 1, height, width)
 
 
 def test_masks_are_placed_in_float32_under_autocast():
@@ -129,8 +130,9 @@ def test_masks_are_placed_in_float32_under_autocast():
     boxes = torch.tensor([[3.0, 5.0, 41.0, 33.0], [0.0, 0.0, 60.0, 50.0]])
     masks = torch.rand(2, 1, 28, 28)
     with torch.autocast("cpu", torch.bfloat16):
-        found = place_masks(masks, boxes, (50, 60))
-    assert torch.equal(found, place_masks(masks, boxes, (50, 60)))
+        [found] = place_masks([masks], [boxes], [(50, 60)])
+    [expected] = place_masks([masks], [boxes], [(50, 60)])
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("create", [retinanet, mask_rcnn])
