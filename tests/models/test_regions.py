@@ -19,6 +19,8 @@ from tests.models.small import PYRAMID
 # All regions are drawn: what torchvision draws at random is then the same.
 ALL = 100_000
 SIZES = [(64, 90), (80, 64), (70, 70)]
+HAS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, HAS_GPU])]
 
 
 def random_boxes(count: int, height: int, width: int) -> torch.Tensor:
@@ -28,17 +30,18 @@ def random_boxes(count: int, height: int, width: int) -> torch.Tensor:
     return boxes
 
 
-def pictures(*counts: int):
+def pictures(*counts: int, device="cpu"):
     images, targets = [], []
     for count, (height, width) in zip(counts, SIZES, strict=True):
-        images.append(torch.rand(3, height, width))
+        images.append(torch.rand(3, height, width).to(device))
         masks = (torch.rand(count, height, width) > 0.5).to(torch.uint8)
         labels = torch.randint(1, 4, (count,))
-        targets.append(dict(boxes=random_boxes(count, height, width), labels=labels, masks=masks))
+        target = dict(boxes=random_boxes(count, height, width), labels=labels, masks=masks)
+        targets.append({name: value.to(device) for name, value in target.items()})
     return images, targets
 
 
-def ours_and_torchvisions(**kwargs):
+def ours_and_torchvisions(device="cpu", **kwargs):
     torch.manual_seed(0)
     ours = mask_rcnn(
         "softpp_tiny", 4, min_size=64, max_size=128, width=16, anchor_size=8,
@@ -47,6 +50,7 @@ def ours_and_torchvisions(**kwargs):
     # Regions that differ in their scores and offsets, as those of a trained detector do.
     torch.nn.init.normal_(ours.rpn.head.cls_logits.weight, std=0.3)
     torch.nn.init.normal_(ours.rpn.head.bbox_pred.weight, std=0.03)
+    ours.to(device)
     other = copy.deepcopy(ours)
     other.__class__ = MaskRCNN
     other.transform.__class__ = GeneralizedRCNNTransform
@@ -57,11 +61,12 @@ def ours_and_torchvisions(**kwargs):
     return ours, other
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("counts", [(3, 1, 5), (2, 0, 1), (0, 0, 0)], ids=str)
-def test_losses_and_gradients_are_torchvisions(counts):
+def test_losses_and_gradients_are_torchvisions(counts, device):
     sampling = dict(box_batch_size_per_image=ALL, rpn_batch_size_per_image=ALL)
-    ours, other = ours_and_torchvisions(_skip_resize=True, **sampling)
-    images, targets = pictures(*counts)
+    ours, other = ours_and_torchvisions(device, _skip_resize=True, **sampling)
+    images, targets = pictures(*counts, device=device)
     losses, expected = ours.train()(images, targets), other.train()(images, targets)
     assert losses.keys() == expected.keys()
     for name, loss in expected.items():
@@ -72,9 +77,10 @@ def test_losses_and_gradients_are_torchvisions(counts):
         torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_detections_are_torchvisions():
-    ours, other = ours_and_torchvisions()
-    images, _ = pictures(0, 0, 0)
+@pytest.mark.parametrize("device", DEVICES)
+def test_detections_are_torchvisions(device):
+    ours, other = ours_and_torchvisions(device)
+    images, _ = pictures(0, 0, 0, device=device)
     with torch.no_grad():
         found, expected = ours.eval()(images), other.eval()(images)
     for one, two in zip(found, expected, strict=True):
