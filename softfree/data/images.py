@@ -326,6 +326,25 @@ def collate_images(
     return Batch(torch.stack(images), torch.tensor(labels), unreadable)
 
 
+def collate_training(collate: Callable[..., Any], samples: Sequence[Any], dataset: Any) -> Any:
+    """A training batch of full size, by a ``collate`` that has ``refill``.
+
+    A batch may have unreadable items alone: the first picture of ``dataset`` that can be read steps in.
+    So every process has a batch for every step.
+    """
+    batch = collate(samples, refill=True)
+    if len(batch.unreadable) < len(samples):
+        return batch
+    items = (dataset[index] for index in range(len(dataset)))
+    readable = next((item for item in items if not isinstance(item, Unreadable)), None)
+    if readable is None:
+        first = batch.unreadable[0]
+        raise ValueError(
+            f"none of the training pictures can be read, e.g. {first.path}: {first.reason}"
+        )
+    return collate([readable] * len(samples))._replace(unreadable=batch.unreadable)
+
+
 def seed_generators(*key: int) -> int:
     """Seed Python's, numpy's and torch's CPU generators from the numbers of ``key``; return the seed.
 

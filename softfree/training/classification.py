@@ -27,8 +27,8 @@ from softfree.data.images import (
     Batch,
     ImageData,
     ImageDataset,
-    Unreadable,
     collate_images,
+    collate_training,
     load_images,
 )
 from softfree.data.resident import INTERPOLATIONS, Indices, RandomCrops, ResidentImages
@@ -265,15 +265,7 @@ class Classification(Task):
         return model
 
     def collate(self, samples: list[Any]) -> Batch:
-        batch = collate_images(samples, refill=True)
-        if len(batch.labels):
-            return batch
-        # Small batches may have bad files alone: the first picture that can be read steps in.
-        items = (self.files[0][index] for index in range(len(self.files[0])))
-        readable = next((item for item in items if not isinstance(item, Unreadable)), None)
-        if readable is None:
-            return batch
-        return collate_images([readable] * len(samples))._replace(unreadable=batch.unreadable)
+        return collate_training(collate_images, samples, self.files[0])
 
     def collate_eval(self, samples: list[Any]) -> Batch:
         return collate_images(samples)
@@ -283,11 +275,6 @@ class Classification(Task):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(batch, Tensor):
             batch = Batch(self.crops(batch[1:]), batch[0], [])
-        if not len(batch.labels):
-            first = batch.unreadable[0]
-            raise ValueError(
-                f"none of the training pictures can be read, e.g. {first.path}: {first.reason}"
-            )
         images, labels = self.normalize(batch.images), batch.labels
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)

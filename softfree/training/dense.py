@@ -78,16 +78,6 @@ def any_sizes() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def check_readable(batch: Any) -> None:
-    """Refuse a batch of which no picture can be read."""
-    if not len(batch.images):
-        first = batch.unreadable[0]
-        raise ValueError(
-            f"none of the {len(batch.unreadable)} pictures of a batch can be read, "
-            f"e.g. {first.path}: {first.reason}"
-        )
-
-
 def load_dense(
     path: str | Path,
     task: str,

@@ -25,13 +25,13 @@ from softfree.data.detection import (
     load_detection,
     train_transform,
 )
+from softfree.data.images import collate_training
 from softfree.models.checks import check_at_least, check_grouped
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
 from softfree.training.classification import check_model_name
 from softfree.training.coco_metrics import CocoMetrics
 from softfree.training.dense import (
     BackboneSettings,
-    check_readable,
     dense_parameter_groups,
     given_length,
     load_dense,
@@ -240,7 +240,7 @@ class Detection(Task):
         }
 
     def collate(self, samples: list[Any]) -> DetectionBatch:
-        return collate_detection(samples, refill=True)
+        return collate_training(collate_detection, samples, self.train_data)
 
     def collate_eval(self, samples: list[Any]) -> DetectionBatch:
         return collate_detection(samples)
@@ -256,7 +256,6 @@ class Detection(Task):
     def train_step(
         self, model: nn.Module, batch: DetectionBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        check_readable(batch)
         losses = model(batch.unit_images, batch.targets)
         named = {LOSSES.get(name, name): loss for name, loss in losses.items()}
         return sum(losses.values(), torch.zeros(())), named

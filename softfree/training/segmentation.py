@@ -16,6 +16,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 import softfree
+from softfree.data.images import collate_training
 from softfree.data.segmentation import (
     IGNORE,
     EvalTransform,
@@ -32,7 +33,6 @@ from softfree.training.classification import Normalize, check_model_name
 from softfree.training.dense import (
     BackboneSettings,
     any_sizes,
-    check_readable,
     dense_parameter_groups,
     load_dense,
     run_length,
@@ -193,7 +193,7 @@ class Segmentation(Task):
         }
 
     def collate(self, samples: list[Any]) -> SegmentationBatch:
-        return collate_segmentation(samples, refill=True)
+        return collate_training(collate_segmentation, samples, self.train_data)
 
     def collate_eval(self, samples: list[Any]) -> SegmentationBatch:
         return collate_pictures(samples)
@@ -204,7 +204,6 @@ class Segmentation(Task):
     def train_step(
         self, model: nn.Module, batch: SegmentationBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        check_readable(batch)
         logits, auxiliary = model(self.normalize(batch.images))
         size = batch.masks.shape[-2:]
         main = _cross_entropy(resize_logits(logits, size), batch.masks)

@@ -192,9 +192,9 @@ def test_fewer_processes_than_none_are_refused_by_their_flag(tmp_path, task):
             command.main([task, given, str(tmp_path), "--workers", "-1"])
 
 
-def write_shapes(root, task, suffix):
-    """Three shapes for training and one for validation, as files."""
-    for split, count in (("train", 3), ("val", 1)):
+def write_shapes(root, task, suffix, train=3):
+    """Shapes for training and one for validation, as files."""
+    for split, count in (("train", train), ("val", 1)):
         for index in range(count):
             drawn = draw_shapes(index, split=split)
             folders = {"images": drawn.image}
@@ -253,8 +253,30 @@ def test_a_half_written_picture_is_left_out_of_training_and_named(tmp_path, caps
 
     for index in (0, 2):
         cut_in_half(bad.with_name(f"shapes {index}.jpg"))
-    with pytest.raises(ValueError, match=r"none of the 3 pictures .*shapes \d.jpg: image file is"):
+    with pytest.raises(
+        ValueError, match=r"none of the training pictures .*shapes \d.jpg: image file is"
+    ):
         train.main([task, "--output", str(out / "2"), *FAST, "--batch-size", "3", *given])
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("task", ["detection", "segmentation"])
+def test_a_batch_of_half_written_pictures_alone_does_not_stop_the_training(
+    tmp_path, capsys, task, workers
+):
+    write_shapes(tmp_path / "data", task, ".jpg", train=6)
+    # Two of an epoch's three batches have no other.
+    for index in range(1, 6):
+        cut_in_half(tmp_path / "data" / "images" / "train" / f"shapes {index}.jpg")
+    given = ["--data-dir", str(tmp_path / "data"), "--recipe", "shapes", "--workers", workers]
+    given += ["--steps", "3", "--log-interval", "1"]
+    out = tmp_path / "out"
+    assert train.main([task, "--output", str(out), *FAST, *given]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for index in range(1, 6):
+        assert f"shapes {index}.jpg: image file is truncated" in said
+    assert len(list(csv.DictReader((out / "train.csv").open()))) == 3
+    assert next(csv.DictReader((out / "eval.csv").open()))["unreadable_files"] == "5"
 
 
 def test_colours_differ_between_classes():

@@ -212,13 +212,13 @@ def test_models_without_stochastic_depth_can_be_trained():
 
 
 def test_data_without_a_readable_picture_stops_the_run():
-    batch = Batch(
-        torch.empty(0, 3, 0, 0), torch.empty(0), [Unreadable("a.jpg", "the file is empty")]
-    )
+    task = Classification(settings())
+    bad = Unreadable("a.jpg", "the file is empty")
+    task.files = ([bad] * 4, [])
     with pytest.raises(
         ValueError, match="none of the training pictures .* a.jpg: the file is empty"
     ):
-        Classification(settings()).train_step(torch.nn.Identity(), batch)
+        task.collate([bad, bad])
 
 
 def test_mixup_refuses_odd_batches():

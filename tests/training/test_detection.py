@@ -177,13 +177,15 @@ def test_the_order_of_an_epoch_keeps_wide_and_tall_apart(tmp_path):
     assert all(len(pair) == 1 for pair in pairs)
 
 
-def test_a_batch_without_a_readable_picture_is_an_error_that_names_one(tmp_path):
+def test_a_batch_without_a_readable_picture_is_filled_with_the_first_of_the_set(tmp_path):
     from softfree.data.images import Unreadable
 
     task = Detection(tiny(tmp_path), shapes())
-    batch = task.collate([Unreadable("a.jpg", "the file is empty")])
-    with pytest.raises(ValueError, match="a.jpg: the file is empty"):
-        task.train_step(torch.nn.Identity(), batch)
+    bad = [Unreadable("a.jpg", "the file is empty"), Unreadable("b.jpg", "the file is empty")]
+    batch = task.collate(bad)
+    assert batch.image_ids == [task.train_data[0][1]["image_id"]] * 2
+    assert len(batch.images) == len(batch.targets) == 2
+    assert batch.unreadable == bad
 
 
 def test_an_unknown_model_is_refused_before_anything_is_read(tmp_path):
