@@ -50,7 +50,7 @@ from softfree.training.settings import (
 )
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
-# Torchvision's names, shorter: a line of the log has all of them.
+# Torchvision's names, shorter, and the same for both detectors.
 LOSSES = {
     "classification": "class",
     "bbox_regression": "box",
@@ -173,6 +173,7 @@ class Detection(Task):
     """Pictures to boxes, and to masks with Mask R-CNN."""
 
     name = "detection"
+    headline = ("box_AP", "mask_AP")
     sizes_vary = True  # of pictures, and the number of regions of the mask head
 
     def __init__(self, settings: DetectionSettings, data: DetectionData | None = None):

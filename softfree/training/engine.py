@@ -61,6 +61,8 @@ class Task(ABC):
         name: e.g. "classification".
         metric: the number of :meth:`evaluate` that decides which checkpoint is the best.
         higher_is_better: whether more of it is better.
+        headline: the numbers of :meth:`evaluate` that its line shows, where not all fit in a row; ``eval.csv``
+            has all.
         sizes_vary: whether sizes change from step to step. cuDNN would time its algorithms anew for each.
         train_data, eval_data: map-style data sets. With :class:`~softfree.data.resident.Indices`, whose
             pictures the task keeps on the device, a batch is a tensor of indices there, in training a part
@@ -70,6 +72,7 @@ class Task(ABC):
     name: str
     metric: str
     higher_is_better: bool = True
+    headline: tuple[str, ...] = ()
     sizes_vary: bool = False
     train_data: MapData
     eval_data: MapData
@@ -459,7 +462,8 @@ class _Training:
             "skipped_steps": position.skipped,
         }
         log.record(TRAIN_CSV, position.step, numbers)
-        text = "  ".join(f"{name} {means[name]:.4g}" for name in means if name != "grad_norm")
+        # A row of 80 columns has no room for a loss's parts.
+        text = f"loss {means['loss']:.4g}"
         log.tick(position.step, f"{text}  {per_second:,.0f}/s")
         if not log.console.is_terminal:
             log.say(
@@ -530,7 +534,8 @@ class _Training:
                 "seconds": time.monotonic() - began,
             },
         )
-        text = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
+        shown = self.task.headline or scores
+        text = "  ".join(f"{name} {scores[name]:.4g}" for name in shown if name in scores)
         mark = "  (best so far)" if better else f"  (best: {position.best:.4g})"
         self.log.say(f"epoch {epoch:.4g}: {text}{mark}")
         return scores
@@ -602,8 +607,10 @@ class _Training:
         where = f"{self.processes.count} x {self.device.type}"
         self.log.say(
             f"{self.task.name}: {trainable / 1e6:.2f} M trainable parameters, "
-            f"{len(self.task.train_data):,} training and {len(self.task.eval_data):,} "
-            f"validation samples, {self.schedule.total:,} steps of {self.sampler.global_batch} on {where}"
+            f"{self.schedule.total:,} steps of {self.sampler.global_batch} on {where}"
+        )
+        self.log.say(
+            f"{len(self.task.train_data):,} training and {len(self.task.eval_data):,} validation samples"
         )
         if self.position.step:
             self.log.say(f"going on from step {self.position.step:,}")

@@ -279,6 +279,27 @@ def test_a_batch_of_half_written_pictures_alone_does_not_stop_the_training(
     assert next(csv.DictReader((out / "eval.csv").open()))["unreadable_files"] == "5"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("task", ["detection --detector mask-rcnn --proposals 16", "segmentation"])
+def test_the_lines_of_a_training_fit_in_80_columns(tmp_path, monkeypatch, capsys, task, terminal):
+    monkeypatch.setenv("COLUMNS", "80")
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    output = ["--output", str(tmp_path / "out"), "--log-interval", "1"]
+    assert train.main([*task.split(), *output, *FAST]) == 0
+    *said, last = capsys.readouterr().out.splitlines()
+    assert "done: best" in last
+    if terminal:
+        assert any("training" in line and "loss" in line for line in said)
+        assert not any("…" in line for line in said)  # as where the bar has no room
+    else:
+        assert any("samples/s" in line for line in said)
+        assert max(map(len, said)) <= 80
+    # The files have what the lines leave out.
+    files = "".join((tmp_path / "out" / name).read_text() for name in ("train.csv", "eval.csv"))
+    assert ",auxiliary," in files or (",rpn_box," in files and ",mask_AP50," in files)
+
+
 def test_colours_differ_between_classes():
     from softfree.commands._predict_dense import colour
 
