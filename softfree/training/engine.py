@@ -535,7 +535,12 @@ class _Training:
             },
         )
         shown = self.task.headline or scores
-        text = "  ".join(f"{name} {scores[name]:.4g}" for name in shown if name in scores)
+        text = "  ".join(
+            # Counts are whole: 50,000, not 5e+04.
+            f"{name} {scores[name]:{',' if isinstance(scores[name], int) else '.4g'}}"
+            for name in shown
+            if name in scores
+        )
         mark = "  (best so far)" if better else f"  (best: {position.best:.4g})"
         self.log.say(f"epoch {epoch:.4g}: {text}{mark}")
         return scores

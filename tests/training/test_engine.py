@@ -370,6 +370,15 @@ def test_files_that_could_not_be_read_are_named_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("skipped a/b.jpg: the file is empty") == 1
 
 
+def test_counts_of_an_evaluation_are_written_out(tmp_path, capsys):
+    class Large(Toy):
+        def evaluate(self, model, batches, processes):
+            return {"top1": 12.345, "samples": 50_000}
+
+    run_toy(tmp_path, Large())
+    assert "top1 12.35  samples 50,000  (best" in capsys.readouterr().out
+
+
 class _Batch(tuple):
     """A named tuple with a list of unreadable files, as pictures have."""
 
