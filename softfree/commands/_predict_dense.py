@@ -15,6 +15,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_image
 from torchvision.utils import draw_segmentation_masks
 
+from softfree.commands.predict import LISTED
 from softfree.data.coco import decode_mask, encode_mask, encode_masks
 from softfree.training.classification import Normalize
 from softfree.training.detection import detect, load_detector
@@ -24,7 +25,6 @@ MASK_THRESHOLD = 0.5
 OPACITY = 0.55
 LEAST_SIDE = 480  # of a drawing
 LETTERS = 14  # height in pixels
-LISTED = 5  # of a picture in the table, if nothing is said
 
 
 class ObjectDetector:

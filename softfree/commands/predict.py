@@ -26,7 +26,7 @@ from softfree.training.classification import Normalize, eval_transform, load_cla
 from softfree.training.devices import choose_device
 
 MAX_LISTED = 10
-LISTED = 5  # classes, if nothing is said
+LISTED = 5  # of a picture in the table, if nothing is said
 MOST_WORKERS = 8
 ONNX = ".onnx"
 
