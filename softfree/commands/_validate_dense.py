@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from torch.utils.data import DataLoader, Dataset
 
 from softfree.analysis import describe_environment, write_csv
@@ -148,7 +149,7 @@ def segmentation(
             table = make_table(["class", "IoU %"])
             for row in rows[1:]:
                 iou = row["IoU"]
-                table.add_row(row["class"], "-" if math.isnan(iou) else f"{iou:.1f}")
+                table.add_row(escape(row["class"]), "-" if math.isnan(iou) else f"{iou:.1f}")
             show(f"UPerNet on {metadata['model']}, {checkpoint}", table)
             print(f"mIoU {scores['mIoU']:.2f} %, pixel accuracy {scores['accuracy']:.2f} %")
             save(results_file, rows, processes)
@@ -199,7 +200,7 @@ def check_classes(path: Path, known: Sequence[str], given: Sequence[str]) -> Non
 def show(title: str, table: Any) -> None:
     """A title and the table."""
     console = Console(highlight=False)
-    console.print(f"[bold]{title}[/]", soft_wrap=True)
+    console.print(title, style="bold", markup=False, soft_wrap=True)
     console.print(table)
 
 

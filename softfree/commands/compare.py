@@ -320,7 +320,7 @@ def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.d
             "attention_options": " ".join(settings.model.attention_options),
         }
         write_csv(settings.csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
-        console.print(f"figures written to {settings.csv}", soft_wrap=True)
+        console.print(f"figures written to {settings.csv}", soft_wrap=True, markup=False)
     if settings.plot is not None:
         panels = {
             "test accuracy, %": {
@@ -334,4 +334,4 @@ def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.d
         draw_bars(
             settings.plot, names, panels, f"{title}\n{measured_in['device']}, {measured_in['date']}"
         )
-        console.print(f"plot written to {settings.plot}", soft_wrap=True)
+        console.print(f"plot written to {settings.plot}", soft_wrap=True, markup=False)

@@ -97,6 +97,7 @@ def export(
         f"differs from PyTorch by at most {error:.1e} (allowed: {TOLERANCE:.0e}), checked with "
         f"batch x height x width {checked}",
         soft_wrap=True,
+        markup=False,
     )
     if side < NARROWEST:
         console.print(

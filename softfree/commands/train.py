@@ -85,7 +85,7 @@ TASKS: dict[str, Callable[[Sequence[str]], int]] = {
 def report(outcome: Outcome, output: str) -> int:
     """The last line of a run, by the main process, and its exit code."""
     main_process = os.environ.get("RANK", "0") == "0"
-    console = Console(highlight=False, soft_wrap=True, quiet=not main_process)
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not main_process)
     position = outcome.position
     if outcome.stopped:
         console.print(

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
 from softfree.analysis import describe_environment, write_csv
 from softfree.commands._benchmark_common import check_output, check_positive, make_table
 from softfree.commands._subcommands import run_subcommand
-from softfree.commands._validate_dense import detection, segmentation
+from softfree.commands._validate_dense import detection, segmentation, show
 from softfree.commands._validate_longrange import longrange
 from softfree.data.images import Batch, ImageDataset, collate_images, load_images
 from softfree.data.resident import ResidentImages
@@ -222,6 +221,4 @@ def print_scores(rows: Sequence[dict[str, Any]], name: str) -> None:
             f"{row['samples']:,}",
             f"{row['img_per_s']:,.0f}",
         )
-    console = Console(highlight=False)
-    console.print(f"[bold]{name}[/], {rows[0]['checkpoint']}")
-    console.print(table)
+    show(f"{name}, {rows[0]['checkpoint']}", table)

@@ -192,7 +192,7 @@ def train_longrange(settings: LongRangeSettings, data: LongRangeData | None = No
         result = {**scores, "step": outcome.position.best_step}
         path = settings.run.output / TEST_RESULT
         checkpoint.write_durably(path, (json.dumps(result, indent=2) + "\n").encode())
-        Console(highlight=False, soft_wrap=True).print(
+        Console(highlight=False, markup=False, soft_wrap=True).print(
             f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
         )
     return outcome

@@ -66,6 +66,12 @@ def test_a_rival_takes_the_place_of_the_attention(folders, tmp_path):
     assert "PerformerAttention" in kinds and "SoftAttention" not in kinds
 
 
+def test_the_output_is_named_as_it_is(folders, tmp_path, capsys):
+    output = tmp_path / "out [a]"
+    assert run("--data-dir", folders, "--output", output, *SHORT) == 0
+    assert capsys.readouterr().out.endswith(f", in {output}/best\n")
+
+
 def test_the_written_settings_repeat_the_run(folders, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert run("--data-dir", folders, "--output", first, *SHORT, "--mixup", "0.2") == 0

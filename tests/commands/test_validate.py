@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 import timm
@@ -41,6 +42,13 @@ def test_scores_are_those_of_the_run_and_reach_the_file(trained, tmp_path, capsy
     assert float(first["top5"]) >= float(first["top1"]) and float(first["img_per_s"]) > 0
     out = capsys.readouterr().out
     assert "top-1 %" in out and f"{best:.2f}" in out
+
+
+def test_the_checkpoint_is_named_as_it_is(trained, tmp_path, capsys):
+    path = tmp_path / "a folder [with brackets]" / ("x" * 80)
+    shutil.copytree(trained / "best", path)
+    assert run("--checkpoint", path) == 0
+    assert f"softpp_tiny, {path}\n" in capsys.readouterr().out
 
 
 def test_arguments_of_the_model_may_differ_from_the_training(trained, tmp_path):
