@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from rich.markup import escape
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_image
 from torchvision.utils import draw_segmentation_masks
 
-from softfree.commands.predict import LISTED
+from softfree.commands.predict import LISTED, Listing
 from softfree.data.coco import decode_mask, encode_mask, encode_masks
 from softfree.training.classification import Normalize
 from softfree.training.detection import detect, load_detector
@@ -77,14 +76,14 @@ class ObjectDetector:
         # The most certain come first.
         return {"objects": objects[: self.topk]}
 
-    def cells(self, result: dict[str, Any]) -> Sequence[str]:
+    def cells(self, result: dict[str, Any]) -> Sequence[Listing]:
         objects = result["objects"]
         counts = Counter(entry["label"] for entry in objects)
-        found = ", ".join(f"{count} {escape(label)}" for label, count in counts.most_common())
+        found = [f"{count} {label}" for label, count in counts.most_common()]
         best = objects[: self.topk or LISTED]
         return (
-            found or "none",
-            ", ".join(f"{escape(entry['label'])} {entry['score']:.0%}" for entry in best),
+            Listing(found or ["none"]),
+            Listing([f"{entry['label']} {entry['score']:.0%}" for entry in best]),
         )
 
     def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
@@ -158,9 +157,9 @@ class Segmenter:
             ]
         }
 
-    def cells(self, result: dict[str, Any]) -> Sequence[str]:
+    def cells(self, result: dict[str, Any]) -> Sequence[Listing]:
         shown = result["classes"][: self.topk or LISTED]
-        return (", ".join(f"{escape(entry['label'])} {entry['share']:.1%}" for entry in shown),)
+        return (Listing([f"{entry['label']} {entry['share']:.1%}" for entry in shown]),)
 
     def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
         image = pil_to_tensor(enlarged(picture))

@@ -6,15 +6,19 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Protocol
 
 import torch
 import tyro
 from PIL import Image
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import track
+from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -31,6 +35,26 @@ MOST_WORKERS = 8
 ONNX = ".onnx"
 
 
+@dataclass(frozen=True)
+class Listing:
+    """Entries for a cell of a table, with commas; rows end after an entry, not within one."""
+
+    entries: Sequence[str]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, Text(", ".join(self.entries)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        rows: list[str] = []
+        for number, entry in enumerate(self.entries, start=1):
+            text = entry + "," * (number < len(self.entries))
+            if rows and cell_len(f"{rows[-1]} {text}") <= options.max_width:
+                rows[-1] += f" {text}"
+            else:
+                rows.append(text)
+        yield Text("\n".join(rows), overflow="fold")
+
+
 class Predictor(Protocol):
     """What a task does with a picture. PREDICTORS has one for each task of a checkpoint."""
 
@@ -42,7 +66,7 @@ class Predictor(Protocol):
     def predict(self, inputs: list[Any]) -> list[dict[str, Any]]:
         """A result for each input, of what JSON can hold."""
 
-    def cells(self, result: dict[str, Any]) -> Sequence[str]:
+    def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
         """The result for people, one cell for each of ``titles``."""
 
     def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
@@ -86,10 +110,10 @@ class Classifier:
             for row in zip(chances.values.tolist(), chances.indices.tolist(), strict=True)
         ]
 
-    def cells(self, result: dict[str, Any]) -> Sequence[str]:
+    def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
         best, *others = result["predictions"]
-        then = ", ".join(f"{p['label']} {p['probability']:.1%}" for p in others)
-        return f"[bold]{escape(best['label'])}[/]", f"{best['probability']:.1%}", escape(then)
+        then = Listing([f"{p['label']} {p['probability']:.1%}" for p in others])
+        return f"[bold]{escape(best['label'])}[/]", f"{best['probability']:.1%}", then
 
     def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
         from softfree.commands._drawing import draw_classes

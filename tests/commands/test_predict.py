@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 
 import pytest
 import torch
@@ -78,6 +79,21 @@ def test_table_names_every_picture_once(checkpoint, pictures, capsys):
     out = capsys.readouterr().out
     assert out.count("pictures/a.png") == out.count("b [1].png") == 1
     assert "likeliest" in out and out.count("%") == 4 * 5
+
+
+def test_a_class_and_its_probability_stand_in_one_row(checkpoint, pictures, monkeypatch, capsys):
+    monkeypatch.chdir(pictures)
+    broken = 0
+    for columns in range(50, 80, 3):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert run(checkpoint, "a.png", "--topk", 10) == 0
+        _, head, _, *rows, _ = capsys.readouterr().out.splitlines()
+        then = [row[head.index("then") :] for row in rows]
+        broken += len(then) > 1
+        # All but the likeliest; none of the table's columns is cut.
+        assert sum(len(re.findall(r"\b\d \d+\.\d%(?:,| )", row)) for row in then) == 9
+        assert max(map(len, rows)) <= columns
+    assert broken
 
 
 def test_patterns_are_expanded_and_other_sizes_taken(checkpoint, pictures, capsys):
