@@ -66,7 +66,12 @@ def check_data(
         names = maps.class_names
     if decode and data_dir is not None:
         check_pictures(splits, data_dir, workers)
-    print(f"{len(names)} classes: {', '.join(names)}\nno faults found")
+    console = Console(highlight=False, markup=False)
+    # Of many classes, in a terminal, no name is cut in two; lines of a file stay whole.
+    console.print(
+        f"{len(names)} classes: {', '.join(names)}\nno faults found",
+        soft_wrap=not console.is_terminal,
+    )
     return 0
 
 

@@ -238,6 +238,22 @@ def test_every_half_written_picture_is_named(tmp_path, capsys, task, suffix, wor
     assert check_data.main([*given, "--no-decode"]) == 0
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_of_many_classes_stay_whole(tmp_path, monkeypatch, capsys, terminal):
+    write_shapes(tmp_path, "segmentation", ".png")
+    names = [f"class-{number}" for number in range(60)]
+    (tmp_path / "classes.txt").write_text("\n".join(names))
+    monkeypatch.setenv("COLUMNS", "80")
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    assert check_data.main(["segmentation", "--data-dir", str(tmp_path), "--workers", "0"]) == 0
+    out = capsys.readouterr().out
+    assert set(names) <= set(out.replace(",", "").split())
+    assert ("60 classes: " + ", ".join(names) + "\n" in out) == (not terminal)
+    if terminal:
+        assert max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("task", ["detection", "segmentation"])
 def test_a_half_written_picture_is_left_out_of_training_and_named(tmp_path, capsys, task):
     write_shapes(tmp_path / "data", task, ".jpg")
