@@ -23,6 +23,12 @@ HAS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, HAS_GPU])]
 
 
+@pytest.fixture(autouse=True)
+def full_float32(monkeypatch):
+    """Convolutions of a GPU in float32: TF32 has errors of 1e-3, and others for other regions beside."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def random_boxes(count: int, height: int, width: int) -> torch.Tensor:
     corners = torch.rand(count, 2, 2) * torch.tensor([width - 8, height - 8])
     boxes = corners.sort(1).values.flatten(1)
@@ -74,7 +80,9 @@ def test_losses_and_gradients_are_torchvisions(counts, device):
     for each in (losses, expected):
         sum(each.values()).backward()
     for (name, one), two in zip(ours.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4, msg=name)
+        # A GPU adds up the regions' gradients in another order each time.
+        atol = 1e-5 if device == "cpu" else 1e-3 * two.grad.abs().max().item()
+        torch.testing.assert_close(one.grad, two.grad, atol=atol, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,7 +96,8 @@ def test_detections_are_torchvisions(device):
         assert len(one["labels"]) == 30
         assert torch.equal(one["labels"], two["labels"])
         for name in ("boxes", "scores", "masks"):
-            torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-4)
+            atol = 1e-4 if device == "cpu" else 1e-3
+            torch.testing.assert_close(one[name], two[name], atol=atol, rtol=1e-4)
 
 
 @pytest.mark.parametrize("part", ["rpn", "roi_heads"])
