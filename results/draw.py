@@ -30,6 +30,10 @@ NAMES = {
     "nystromformer": "Nyströmformer",
 }
 COLOURS = {attention: f"C{number}" for number, attention in enumerate(NAMES)}
+# Where a label is, if not above: its distance in points, and which of its sides is there.
+LABELS = {"soft": ((9, 0), "left", "center"), "performer": ((0, -16), "center", "top")}
+# What the name of a run has after its attention: the class token is replaced by the mean of the tokens.
+AVERAGE = "_average_pooling_drop_path_0.1"
 LANDMARKS = {"stride": ("-", "fixed stride"), "count": ("--", "16 landmarks")}
 
 Row = dict[str, str]
@@ -55,32 +59,39 @@ def average(rows: list[Row]) -> list[Row]:
 def draw_speed(axes: Axes, accuracies: list[Row], speeds: dict[str, Row]) -> None:
     """Top-1 against training images a second, with the memory of training in words.
 
-    A bar is one standard error of a share p of n test pictures, sqrt(p (1 - p) / n).
+    Hollow: with the class token; full: with average pooling and drop path. A bar is one standard error of a
+    share p of n test pictures, sqrt(p (1 - p) / n).
     """
-    points = [
-        (float(speeds[row["attention"]]["train_img_per_s"]), float(row["top1"]), row["attention"])
-        for row in accuracies
-        if (row["img_size"], row["landmarks"]) == (TRAINED_AT, "stride")
-    ]
-    for speed, top1, attention in points:
-        error = sqrt(top1 * (100 - top1) / TEST_PICTURES)
-        axes.errorbar(speed, top1, error, fmt="o", ms=9, capsize=4, color=COLOURS[attention])
-        memory = float(speeds[attention]["train_peak_gib"])
-        # The lower one of two neighbours has its label below it.
-        below = any(top1 < other and 0.8 < speed / beside < 1.25 for beside, other, _ in points)
+    chosen = [r for r in accuracies if (r["img_size"], r["landmarks"]) == (TRAINED_AT, "stride")]
+    top1 = {row["run"]: float(row["top1"]) for row in chosen}
+    for attention, name in NAMES.items():
+        speed = float(speeds[attention]["train_img_per_s"])
+        for run, face in ((attention, "white"), (attention + AVERAGE, COLOURS[attention])):
+            if run in top1:
+                error = sqrt(top1[run] * (100 - top1[run]) / TEST_PICTURES)
+                axes.errorbar(
+                    speed, top1[run], error, fmt="o", ms=8, capsize=4, color=COLOURS[attention], mfc=face
+                )  # fmt: skip
+        runs = [run for run in (attention, attention + AVERAGE) if run in top1]
+        low, high = top1[runs[0]], top1[runs[-1]]
+        place, across, along = LABELS.get(attention, ((0, 15), "center", "bottom"))
         axes.annotate(
-            f"{NAMES[attention]}\n{top1:.1f}%, {memory:.1f} GiB",
-            (speed, top1 - error if below else top1 + error),
-            xytext=(0, -4 if below else 4),
+            f"{name}\n{high:.1f}%, {float(speeds[attention]['train_peak_gib']):.1f} GiB",
+            (speed, low if along == "top" else high),
+            xytext=place,
             textcoords="offset points",
-            ha="center",
-            va="top" if below else "bottom",
+            ha=across,
+            va=along,
             fontsize=9,
         )
-    axes.margins(x=0.3, y=0.2)  # room for the labels
+    axes.margins(x=0.38, y=0.15)  # room for the labels
     axes.set_xlabel("training images a second at 224 x 224, batch 256")
     axes.set_ylabel(f"top-1 in % at {TRAINED_AT} x {TRAINED_AT}")
-    axes.set_title("Accuracy against throughput\n(bars: ± one standard error; GiB: in training)")
+    axes.set_title(
+        "Accuracy against throughput\n"
+        "(hollow: class token; full: average pooling, drop path; GiB: in training)",
+        fontsize=10,
+    )
 
 
 def draw_sizes(axes: Axes, accuracies: list[Row]) -> None:
@@ -90,7 +101,7 @@ def draw_sizes(axes: Axes, accuracies: list[Row]) -> None:
             points = sorted(
                 (int(row["img_size"]), float(row["top1"]))
                 for row in accuracies
-                if (row["attention"], row["landmarks"]) == (attention, landmarks)
+                if (row["run"], row["landmarks"]) == (attention, landmarks)
             )
             if points:
                 label = f"{name}, {words}" if attention in ("softpp", "soft") else name
@@ -101,7 +112,10 @@ def draw_sizes(axes: Axes, accuracies: list[Row]) -> None:
     axes.set_ylim(0, 65)
     axes.set_xlabel("side of the test pictures in pixels")
     axes.set_ylabel("top-1 in %")
-    axes.set_title(f"Accuracy at sizes not trained on\n(trained at {TRAINED_AT} x {TRAINED_AT})")
+    axes.set_title(
+        f"Accuracy at sizes not trained on\n(class token, trained at {TRAINED_AT} x {TRAINED_AT})",
+        fontsize=10,
+    )
     axes.legend(loc="lower left", fontsize=8)
 
 
@@ -132,8 +146,9 @@ def main() -> None:
     draw_times()
     speeds = {row["attention"]: row for row in read("throughput_224")}
     # A run of the pyramid whose speed was measured has the name of its attention.
-    accuracies = average([row for row in read("tiny_imagenet") if row["run"] in speeds])
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    wanted = [row for row in read("tiny_imagenet") if row["run"].removesuffix(AVERAGE) in speeds]
+    accuracies = average(wanted)
+    figure = Figure(figsize=(10, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_speed(left, accuracies, speeds)
     draw_sizes(right, accuracies)
@@ -142,8 +157,10 @@ def main() -> None:
     first = accuracies[0]
     figure.suptitle(
         f"Attentions in {first['model']}, Tiny-ImageNet-100, {first['epochs']} epochs\n"
-        "mean of three seeds (Linformer, Performer, Nyströmformer: one); "
-        f"{first['device']}, {first['date']}"
+        "class token: mean of three seeds, of one for Linformer, Performer, Nyströmformer; "
+        "average: one, SOFT++ two\n"
+        f"{first['device']}, {' and '.join(sorted({row['date'] for row in wanted}))}",
+        fontsize=11,
     )
     output = RESULTS / f"{PREFIX}_accuracy.png"
     figure.savefig(output, dpi=150)
