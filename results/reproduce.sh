@@ -1,148 +1,224 @@
 #!/usr/bin/env bash
 # Run the papers' comparisons again, a table at a time, on the GPU (or, in miniature, the CPU) at hand:
 #
-#   results/reproduce.sh table2      Tiny-ImageNet-100: every attention in the Tiny pyramid   (TI=folder with train/ and val/; SEED=42)
-#   results/reproduce.sh table6      the models of table2 at other picture sizes
-#   results/reproduce.sh ablations   numbers of landmarks, samplers, overlap, Newton steps, starts  (TI)
-#   results/reproduce.sh precision   float32, bfloat16 and float16: curves, norms, skipped steps  (TI)
-#   results/reproduce.sh lra         ListOps, image and text                                  (CIFAR=grids, IMDB=folder)
-#   results/reproduce.sh dense       VOC: UPerNet and Mask R-CNN                              (VOC=folder)
-#   results/reproduce.sh speed       operator, models, attentions, detectors
+#   results/reproduce.sh table2      Tiny-ImageNet-100: every attention in the Tiny pyramid, as in the papers (softpp, soft, ...)
+#                                    and with average pooling and drop path, which gives 60% (softpp_average, ...); speed
+#   results/reproduce.sh table6      the models of table2 at other picture sizes; trains them where table2 has not
+#   results/reproduce.sh ablations   numbers of landmarks, samplers, overlap, Newton steps, starts
+#   results/reproduce.sh precision   float32, bfloat16, float16: loss, gradient norms, skipped steps (precision_training.csv)
+#   results/reproduce.sh lra         ListOps (made), image, text: 5,000, 35,000 and 20,000 steps for each of seven attentions;
+#                                    fewer: EXTRA="--steps 3000"
+#   results/reproduce.sh dense       VOC: UPerNet, Mask R-CNN, from the weights that table2 left in OUT, else from random ones;
+#                                    needs the extra `dense`
+#   results/reproduce.sh speed       operator, models, attentions, detectors; on a CPU smaller pictures, not compiled
 #
-# Everything goes to OUT (default: reproduced/). A run that is there already is not repeated: start again after a stop.
-# EXTRA="..." is added to every training, e.g. EXTRA="--epochs 1 --batch-size 64 --device cpu" to try a table out.
+# TI is the folder of Tiny-ImageNet-100 with train/ and val/ (table2 to precision), CIFAR that of CIFAR-10's grids or class
+# folders and IMDB that of the reviews (lra), VOC that with JPEGImages/, SegmentationClass/ and annotations/ (dense).
+#
+# A table ends as OUT/TABLE*.csv (OUT: reproduced), with rows for every run and seed. A run's checkpoints and curves are in
+# OUT/GROUP/RUN/SEED. What is there is not made again: start again after a stop. SEEDS="42 43 44" repeats every run with
+# each (otherwise 42 alone). DEVICE=cpu leaves a GPU aside. EXTRA="..." is added to every training. To try a table out:
+#
+#   OUT=trial DEVICE=cpu EXTRA="--steps 2 --warmup-epochs 0 --batch-size 8" TI=folder results/reproduce.sh table2
+#
+# This EXTRA does for all tables; lra should also have --listops-train 50 --listops-eval 20 in it.
 set -euo pipefail
 OUT=${OUT:-reproduced}
 SOFTFREE=${SOFTFREE:-softfree}
-SEED=${SEED:-42}
-WORKERS=${WORKERS:-8}
+SEEDS=${SEEDS:-42}
+DEVICE=${DEVICE:-auto}
 EXTRA=${EXTRA:-}
+CORES=$(getconf _NPROCESSORS_ONLN)
+WORKERS=${WORKERS:-$((CORES < 8 ? CORES : 8))}
+GRAPH=()
 # Without the host's time, where there is a GPU.
-GRAPH=$(command -v nvidia-smi > /dev/null && echo --cuda-graph || true)
-mkdir -p "$OUT"
+if [ "$DEVICE" != cpu ] && command -v nvidia-smi > /dev/null; then GRAPH=(--cuda-graph); fi
 
-usage() { sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 2; }
-need() { [ -n "${!1:-}" ] || { echo "reproduce.sh: set $1=$2" >&2; exit 2; }; }
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
+need() { [ -d "${!1:-}" ] || { echo "reproduce.sh: set $1=$2, got '${!1:-}'" >&2; exit 2; }; }
 
-# NAME ARGUMENTS...: train on Tiny-ImageNet, into $OUT/tiny_imagenet/NAME
-tiny() {
-  local name=$1; shift
-  need TI "the folder of Tiny-ImageNet-100, with train/ and val/"
-  [ -d "$OUT/tiny_imagenet/$name/done" ] && return
-  # shellcheck disable=SC2086
-  $SOFTFREE train classification --data-dir "$TI" --recipe short --data-on-device --channels-last --seed "$SEED" \
-    --workers "$WORKERS" --resume auto --output "$OUT/tiny_imagenet/$name" "$@" $EXTRA
-  mkdir -p "$OUT/tiny_imagenet/$name/done"
+# RUN COMMAND...: what leaves a run in the folder RUN, or goes on with it; not again what is done with the same arguments
+once() {
+  local run=$1; shift
+  [ "$(cat "$run/done" 2> /dev/null)" = "$*" ] && return
+  rm -f "$run"/scores*.csv  # of other arguments
+  $SOFTFREE "$@" --output "$run"
+  echo "$*" > "$run/done"
 }
 
-# NAME CSV ARGUMENTS...: score what `tiny` trained
+# RUN TASK ARGUMENTS...: train into the folder RUN
+train() {
+  local run=$1; shift
+  # shellcheck disable=SC2086
+  once "$run" train "$@" --channels-last --workers "$WORKERS" --device "$DEVICE" --resume auto $EXTRA
+}
+
+# NAME ARGUMENTS...: train on Tiny-ImageNet with every seed
+tiny() {
+  local name=$1 seed; shift
+  for seed in $SEEDS; do
+    train "$OUT/tiny_imagenet/$name/$seed" classification --data-dir "$TI" --recipe short --data-on-device \
+      --seed "$seed" "$@"
+  done
+}
+
+# FILE NAME ARGUMENTS...: score what `tiny` trained, into FILE in its folder
 score() {
-  local name=$1 csv=$2; shift 2
-  [ -f "$OUT/$csv" ] && return
-  $SOFTFREE validate classification --checkpoint "$OUT/tiny_imagenet/$name/last" --data-dir "$TI" --data-on-device \
-    --batch-size 250 --workers "$WORKERS" --results-file "$OUT/$csv" "$@"
+  local file=$1 name=$2 seed run; shift 2
+  for seed in $SEEDS; do
+    run=$OUT/tiny_imagenet/$name/$seed
+    [ -f "$run/$file" ] || $SOFTFREE validate classification --checkpoint "$run/last" --data-dir "$TI" --data-on-device \
+      --batch-size 250 --workers "$WORKERS" --device "$DEVICE" --results-file "$run/$file" "$@"
+  done
+}
+
+# TABLE GROUP FILE NAMES...: OUT/TABLE.csv from FILE in the folders OUT/GROUP/NAME/SEED
+gather() {
+  local table=$OUT/$1.csv group=$2 file=$3 name seed files=(); shift 3
+  for name in "$@"; do for seed in $SEEDS; do files+=("$OUT/$group/$name/$seed/$file"); done; done
+  awk 'FNR == 1 { n = split(FILENAME, folder, "/"); if (NR == 1) print "run,seed," $0 }
+       FNR > 1 { print folder[n - 2] "," folder[n - 1] "," $0 }' "${files[@]}" > "$table"
+  echo "reproduce.sh: $table: $file of ${#files[@]} runs in $OUT/$group"
+}
+
+# NAME ARGUMENTS...: measure into OUT/NAME.csv
+measure() {
+  local csv=$OUT/$1.csv; shift
+  [ -f "$csv" ] || $SOFTFREE benchmark "$@" --device "$DEVICE" --csv "$csv"
 }
 
 RIVALS=(softmax linformer performer nystromformer soft softpp)
+PYRAMIDS=(release "${RIVALS[@]}" "${RIVALS[@]/%/_average}")
 
-rivals() {
+pyramids() {
+  local attention
   tiny release --model softpp_tiny_release
   for attention in "${RIVALS[@]}"; do tiny "$attention" --model softpp_tiny --attention "$attention"; done
+  for attention in "${RIVALS[@]}"; do
+    tiny "${attention}_average" --model softpp_tiny --attention "$attention" --drop-path 0.1 --model-kwargs global_pool=avg
+  done
 }
 
 table2() {
-  rivals
-  tiny softpp_average --model softpp_tiny --drop-path 0.1 --model-kwargs global_pool=avg
-  for name in release "${RIVALS[@]}" softpp_average; do score "$name" "table2_$name.csv"; done
-  $SOFTFREE benchmark throughput --channels-last $GRAPH --csv "$OUT/table2_throughput.csv" --plot "$OUT/table2_throughput.png"
+  local name
+  pyramids
+  for name in "${PYRAMIDS[@]}"; do score scores.csv "$name"; done
+  measure table2_throughput throughput --channels-last "${GRAPH[@]}" --plot "$OUT/table2_throughput.png"
+  gather table2 tiny_imagenet scores.csv "${PYRAMIDS[@]}"
+  gather table2_curves tiny_imagenet eval.csv "${PYRAMIDS[@]}"
 }
 
 table6() {
-  rivals
-  for name in release "${RIVALS[@]}"; do
-    score "$name" "table6_stride_$name.csv" --img-size 128 192 256 384
+  local name counted=({release,nystromformer,soft,softpp,nystromformer_average,soft_average,softpp_average})
+  pyramids
+  for name in "${PYRAMIDS[@]}"; do score scores_stride.csv "$name" --img-size 128 192 256 384; done
+  for name in "${counted[@]}"; do
+    score scores_count.csv "$name" --img-size 128 192 256 384 --model-kwargs landmarks=conv:16
   done
-  for name in release soft softpp nystromformer; do
-    score "$name" "table6_count_$name.csv" --img-size 128 192 256 384 --model-kwargs landmarks=conv:16
-  done
+  gather table6_stride tiny_imagenet scores_stride.csv "${PYRAMIDS[@]}"
+  gather table6_count tiny_imagenet scores_count.csv "${counted[@]}"
 }
+
+# A run that diverges is a result: its steps are left out and counted to the end, and the other runs follow.
+TO_THE_END=(--model softpp_tiny --max-skipped 1000000)
 
 ablations() {
   # At 128 x 128 the papers' strides leave 16 windows; these leave 64, as many as are asked for at most.
-  local fine=strides=4,2,1,1
-  for count in 16 36 49 64; do tiny "count_$count" --model softpp_tiny --model-kwargs $fine "landmarks=conv:$count"; done
-  for sampler in average random first; do tiny "sampler_$sampler" --model softpp_tiny --model-kwargs $fine "landmarks=$sampler:49"; done
-  tiny no_overlap --model softpp_tiny --model-kwargs overlap=False
-  for steps in 5 10 20 40; do tiny "steps_$steps" --model softpp_tiny --model-kwargs "iterations=$steps"; done
-  for start in scaled halving; do tiny "start_$start" --model softpp_tiny --model-kwargs "start=$start"; done
-  for name in count_{16,36,49,64} sampler_{average,random,first} no_overlap steps_{5,10,20,40} start_{scaled,halving}; do
-    score "$name" "ablation_$name.csv"
+  local fine=strides=4,2,1,1 count sampler steps start name
+  local names=(count_{16,36,49,64} sampler_{average,random,first} no_overlap steps_{5,10,20,40} start_{scaled,halving})
+  for count in 16 36 49 64; do tiny "count_$count" "${TO_THE_END[@]}" --model-kwargs $fine "landmarks=conv:$count"; done
+  for sampler in average random first; do
+    tiny "sampler_$sampler" "${TO_THE_END[@]}" --model-kwargs $fine "landmarks=$sampler:49"
   done
+  tiny no_overlap "${TO_THE_END[@]}" --model-kwargs overlap=False
+  for steps in 5 10 20 40; do tiny "steps_$steps" "${TO_THE_END[@]}" --model-kwargs "iterations=$steps"; done
+  for start in scaled halving; do tiny "start_$start" "${TO_THE_END[@]}" --model-kwargs "start=$start"; done
+  for name in "${names[@]}"; do score scores.csv "$name"; done
+  gather ablations tiny_imagenet scores.csv "${names[@]}"
 }
 
 precision() {
+  local attention dtype
   for attention in soft softpp; do for dtype in none bfloat16 float16; do
-    tiny "precision_${attention}_$dtype" --model softpp_tiny --attention "$attention" --amp-dtype "$dtype"
+    tiny "precision_${attention}_$dtype" "${TO_THE_END[@]}" --attention "$attention" --amp-dtype "$dtype" --log-interval 10
   done; done
+  gather precision_training tiny_imagenet train.csv precision_{soft,softpp}_{none,bfloat16,float16}
+  gather precision_accuracy tiny_imagenet eval.csv precision_{soft,softpp}_{none,bfloat16,float16}
 }
 
 lra() {
-  local attentions="soft softpp softmax nystromformer performer linformer reformer" task data
+  local task data seed run
   for task in listops image text; do
-    case $task in
-      listops) data="--data-dir $OUT/listops" ;;
-      image) need CIFAR "the folder of CIFAR-10's grids or class folders"; data="--data-dir $CIFAR" ;;
-      text) need IMDB "the folder of IMDb reviews"; data="--data-dir $IMDB" ;;
-    esac
-    # shellcheck disable=SC2086
-    $SOFTFREE compare --task $task --attentions $attentions $data --seed "$SEED" --output "$OUT/lra" \
-      --csv "$OUT/lra_$task.csv" --plot "$OUT/lra_$task.png" $EXTRA
+    case $task in listops) data=$OUT/listops ;; image) data=$CIFAR ;; text) data=$IMDB ;; esac
+    for seed in $SEEDS; do
+      run=$OUT/lra/$task/$seed
+      # shellcheck disable=SC2086
+      once "$run" compare --task $task --attentions soft softpp softmax nystromformer performer linformer reformer \
+        --data-dir "$data" --seed "$seed" --device "$DEVICE" --csv "$run/scores.csv" --plot "$run/scores.png" $EXTRA
+    done
   done
+  gather lra lra scores.csv listops image text
 }
 
 # TASK ATTENTION ARGUMENTS...: train on VOC from Tiny-ImageNet's weights, where there are some, and score
 voc() {
-  local task=$1 attention=$2 run="$OUT/voc/$1_$2" start=(); shift 2
-  [ -d "$OUT/tiny_imagenet/$attention/last" ] && start=(--backbone-checkpoint "$OUT/tiny_imagenet/$attention/last")
-  if [ ! -d "$run/done" ]; then
-    # shellcheck disable=SC2086
-    $SOFTFREE train "$task" --data-dir "$VOC" --model softpp_tiny --model-kwargs "attention=$attention" "${start[@]}" \
-      --batch-size 16 --weight-decay 0.05 --eval-every 1000000 --channels-last --seed "$SEED" --workers "$WORKERS" \
-      --resume auto --output "$run" "$@" $EXTRA
-    mkdir -p "$run/done"
-  fi
-  $SOFTFREE validate "$task" --checkpoint "$run/last" --data-dir "$VOC" --results-file "$OUT/voc_${task}_$attention.csv"
+  local task=$1 attention=$2 seed run weights start; shift 2
+  for seed in $SEEDS; do
+    run=$OUT/voc/${task}_$attention/$seed weights=$OUT/tiny_imagenet/$attention/$seed start=()
+    if [ -f "$weights/done" ]; then
+      start=(--backbone-checkpoint "$weights/last")
+    else
+      echo "reproduce.sh: no $weights yet (results/reproduce.sh table2): starting from random weights" >&2
+    fi
+    train "$run" "$task" --data-dir "$VOC" --model softpp_tiny --model-kwargs "attention=$attention" "${start[@]}" \
+      --batch-size 16 --weight-decay 0.05 --eval-every 1000000 --seed "$seed" "$@"
+    [ -f "$run/scores.csv" ] || $SOFTFREE validate "$task" --checkpoint "$run/last" --data-dir "$VOC" \
+      --workers "$WORKERS" --device "$DEVICE" --results-file "$run/scores.csv"
+  done
 }
 
 dense() {
-  need VOC "the folder of PASCAL VOC 2012, with JPEGImages/ and SegmentationClass/"
+  local attention task
   for attention in softpp soft softmax; do
     voc segmentation $attention --recipe ade20k --steps 2500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4
     voc detection $attention --recipe 1x --detector mask-rcnn --steps 900 --short-sides 224 256 288 320 --short-side 288 \
       --max-size 384 --anchor-size 16 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
   done
+  for task in segmentation detection; do
+    gather "dense_$task" voc scores.csv "$task"_{softpp,soft,softmax}
+    gather "dense_${task}_curves" voc train.csv "$task"_{softpp,soft,softmax}
+  done
 }
 
 speed() {
-  local compiled="--torchcompile --channels-last --fuse-bn"
-  $SOFTFREE benchmark attention --csv "$OUT/attention.csv"
-  $SOFTFREE benchmark attention --tokens 784 3136 16384 65536 262144 1048576 --heads-times-batch 4 \
-    --csv "$OUT/attention_tokens.csv" --plot "$OUT/attention_tokens.png"
-  # shellcheck disable=SC2086
-  $SOFTFREE benchmark model pvt_v2_b1 soft_tiny_release $compiled --csv "$OUT/model_tiny.csv"
-  # shellcheck disable=SC2086
-  $SOFTFREE benchmark model swin_tiny_patch4_window7_224 softpp_small $compiled $GRAPH --csv "$OUT/model_small.csv"
-  $SOFTFREE benchmark throughput --attentions softmax softpp --img-size 1024 --batch-size 16 --channels-last $GRAPH \
-    --model-kwargs landmarks=conv:49 --csv "$OUT/throughput_1024.csv"
-  $SOFTFREE benchmark memory --csv "$OUT/memory.csv" --plot "$OUT/memory.png"
-  $SOFTFREE benchmark detector softpp_small swin_tiny_patch4_window7_224 resnet50 --landmarks conv:49 conv \
-    --model-kwargs drop_path_rate=0 --channels-last $GRAPH --csv "$OUT/detector.csv"
+  local model=(--torchcompile --channels-last --fuse-bn) large=(--img-size 1024 --batch-size 8) photos=()
+  if [ ${#GRAPH[@]} -eq 0 ]; then  # on a CPU compiling takes minutes, and larger pictures, too
+    model=(--channels-last --fuse-bn) large=(--img-size 512 --batch-size 1) photos=(--img-size 320 480 --batch-size 1)
+  fi
+  measure speed_attention attention
+  measure speed_tokens attention --tokens 784 3136 16384 65536 262144 1048576 --heads-times-batch 4 \
+    --plot "$OUT/speed_tokens.png"
+  measure speed_tiny model pvt_v2_b1 soft_tiny_release "${model[@]}"
+  measure speed_small model swin_tiny_patch4_window7_224 softpp_small "${model[@]}" "${GRAPH[@]}"
+  measure speed_large throughput --attentions softmax softpp "${large[@]}" --channels-last "${GRAPH[@]}" \
+    --model-kwargs landmarks=conv:49
+  measure speed_memory memory --plot "$OUT/speed_memory.png"
+  measure speed_detector detector softpp_small swin_tiny_patch4_window7_224 resnet50 --landmarks conv:49 conv \
+    --model-kwargs drop_path_rate=0 --channels-last "${GRAPH[@]}" "${photos[@]}"
 }
 
 [ $# -gt 0 ] || usage
 for table in "$@"; do
   case $table in
-    table2 | table6 | ablations | precision | lra | dense | speed) "$table" ;;
+    table2 | table6 | ablations | precision) need TI "the folder of Tiny-ImageNet-100, with train/ and val/" ;;
+    lra)
+      need CIFAR "the folder of CIFAR-10's grids or class folders"
+      need IMDB "the folder of IMDb reviews"
+      ;;
+    dense) need VOC "the folder of PASCAL VOC 2012, with JPEGImages/, SegmentationClass/ and annotations/" ;;
+    speed) ;;
     *) usage ;;
   esac
 done
+mkdir -p "$OUT"
+for table in "$@"; do "$table"; done
