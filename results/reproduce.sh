@@ -4,8 +4,10 @@
 #   results/reproduce.sh table2      Tiny-ImageNet-100: every attention in the Tiny pyramid, as in the papers (softpp, soft, ...)
 #                                    and with average pooling and drop path, which gives 60% (softpp_average, ...); speed
 #   results/reproduce.sh table6      the models of table2 at other picture sizes; trains them where table2 has not
-#   results/reproduce.sh ablations   numbers of landmarks, samplers, overlap, Newton steps, starts
-#   results/reproduce.sh precision   float32, bfloat16, float16: loss, gradient norms, skipped steps (precision_training.csv)
+#   results/reproduce.sh ablations   numbers of landmarks, samplers, overlap, Newton steps, starts; results/README.md has the
+#                                    figures of EXTRA="--epochs 6 --warmup-epochs 0.6"
+#   results/reproduce.sh precision   float32, bfloat16, float16: loss, gradient norms, skipped steps (precision_training.csv);
+#                                    likewise
 #   results/reproduce.sh lra         ListOps (made), image, text: 5,000, 35,000 and 20,000 steps for each of seven attentions;
 #                                    fewer: EXTRA="--steps 3000"
 #   results/reproduce.sh dense       VOC: UPerNet, Mask R-CNN, from the weights that table2 left in OUT, else from random ones;
@@ -119,20 +121,21 @@ table6() {
   gather table6_count tiny_imagenet scores_count.csv "${counted[@]}"
 }
 
-# A run that diverges is a result: its steps are left out and counted to the end, and the other runs follow.
-TO_THE_END=(--model softpp_tiny --max-skipped 1000000)
+# What ablations and precisions vary. A run that diverges is a result: its steps are left out and counted to the end, and
+# the other runs follow.
+VARIANT=(--model softpp_tiny --drop-path 0.1 --max-skipped 1000000 --model-kwargs global_pool=avg)
 
 ablations() {
   # At 128 x 128 the papers' strides leave 16 windows; these leave 64, as many as are asked for at most.
   local fine=strides=4,2,1,1 count sampler steps start name
   local names=(count_{16,36,49,64} sampler_{average,random,first} no_overlap steps_{5,10,20,40} start_{scaled,halving})
-  for count in 16 36 49 64; do tiny "count_$count" "${TO_THE_END[@]}" --model-kwargs $fine "landmarks=conv:$count"; done
+  for count in 16 36 49 64; do tiny "count_$count" "${VARIANT[@]}" $fine "landmarks=conv:$count"; done
   for sampler in average random first; do
-    tiny "sampler_$sampler" "${TO_THE_END[@]}" --model-kwargs $fine "landmarks=$sampler:49"
+    tiny "sampler_$sampler" "${VARIANT[@]}" $fine "landmarks=$sampler:49"
   done
-  tiny no_overlap "${TO_THE_END[@]}" --model-kwargs overlap=False
-  for steps in 5 10 20 40; do tiny "steps_$steps" "${TO_THE_END[@]}" --model-kwargs "iterations=$steps"; done
-  for start in scaled halving; do tiny "start_$start" "${TO_THE_END[@]}" --model-kwargs "start=$start"; done
+  tiny no_overlap "${VARIANT[@]}" overlap=False
+  for steps in 5 10 20 40; do tiny "steps_$steps" "${VARIANT[@]}" "iterations=$steps"; done
+  for start in scaled halving; do tiny "start_$start" "${VARIANT[@]}" "start=$start"; done
   for name in "${names[@]}"; do score scores.csv "$name"; done
   gather ablations tiny_imagenet scores.csv "${names[@]}"
 }
@@ -140,7 +143,7 @@ ablations() {
 precision() {
   local attention dtype
   for attention in soft softpp; do for dtype in none bfloat16 float16; do
-    tiny "precision_${attention}_$dtype" "${TO_THE_END[@]}" --attention "$attention" --amp-dtype "$dtype" --log-interval 10
+    tiny "precision_${attention}_$dtype" "${VARIANT[@]}" --attention "$attention" --amp-dtype "$dtype" --log-interval 10
   done; done
   gather precision_training tiny_imagenet train.csv precision_{soft,softpp}_{none,bfloat16,float16}
   gather precision_accuracy tiny_imagenet eval.csv precision_{soft,softpp}_{none,bfloat16,float16}
@@ -180,9 +183,9 @@ voc() {
 dense() {
   local attention task
   for attention in softpp soft softmax; do
-    voc segmentation $attention --recipe ade20k --steps 2500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4
-    voc detection $attention --recipe 1x --detector mask-rcnn --steps 900 --short-sides 224 256 288 320 --short-side 288 \
-      --max-size 384 --anchor-size 16 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
+    voc segmentation $attention --recipe ade20k --steps 500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4
+    voc detection $attention --recipe 1x --detector mask-rcnn --steps 700 --short-sides 224 256 288 --short-side 288 \
+      --max-size 384 --anchor-size 16 --proposals 128 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
   done
   for task in segmentation detection; do
     gather "dense_$task" voc scores.csv "$task"_{softpp,soft,softmax}
