@@ -25,7 +25,6 @@ from softfree.training import checkpoint
 from softfree.training.classification import (
     Classification,
     Normalize,
-    check_model_name,
     create_network,
     eval_transform,
     evaluate_classifier,
@@ -149,7 +148,6 @@ def load_network(
                 f"({', '.join(class_names[:3])}, ...); they must be the same"
             )
         return network, metadata
-    check_model_name(name)
     network = create_network(name, len(class_names), img_size=224, kwargs=kwargs)
     if not load_pretrained(network, path, name):
         raise ValueError(f"--checkpoint {path} has no head for the {len(class_names)} classes here")

@@ -17,14 +17,16 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
 
 WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
 METADATA, SETTINGS = "metadata.json", "settings.json"
@@ -139,6 +141,21 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     folder = locate(Path(path))
     chosen = EMA if (folder / EMA).is_file() else WEIGHTS
     return Checkpoint(folder, read_metadata(folder), read_weights(folder, chosen))
+
+
+def load_model(
+    path: str | Path,
+    task: str,
+    build: Callable[[dict[str, Any]], Model],
+    device: torch.device | str,
+) -> tuple[Model, dict[str, Any]]:
+    """The model of a task's checkpoint folder, ready to use, and its metadata, from which ``build`` makes it."""
+    saved = read_checkpoint(path)
+    check_task(path, saved.metadata, task)
+    model = build(saved.metadata)
+    check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])
+    model.load_state_dict(saved.weights)
+    return model.eval().to(device), saved.metadata
 
 
 def load_for_inference(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:

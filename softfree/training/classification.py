@@ -454,25 +454,23 @@ def load_classifier(
     Metadata has "class_names", and "img_size", "crop_pct", "interpolation", "mean" and "std" for
     :func:`eval_transform` and :class:`Normalize`.
     """
-    saved = checkpoint.read_checkpoint(path)
-    metadata = saved.metadata
-    checkpoint.check_task(path, metadata, Classification.name)
-    check_model_name(metadata["model"])
-    model = create_network(
-        metadata["model"],
-        len(metadata["class_names"]),
-        metadata["img_size"],
-        {**metadata["model_kwargs"], **(changes or {})},
-    )
-    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), metadata["model"])
-    model.load_state_dict(saved.weights)
-    return model.eval().to(device), metadata
+
+    def build(metadata: dict[str, Any]) -> nn.Module:
+        return create_network(
+            metadata["model"],
+            len(metadata["class_names"]),
+            metadata["img_size"],
+            {**metadata["model_kwargs"], **(changes or {})},
+        )
+
+    return checkpoint.load_model(path, Classification.name, build, device)
 
 
 def create_network(
     name: str, num_classes: int, img_size: int, kwargs: dict[str, Any], meta: bool = False
 ) -> nn.Module:
     """A model of timm's registry, told the size of the pictures if it wants to know."""
+    check_model_name(name)
     create = functools.partial(timm.create_model, name, num_classes=num_classes)
     with torch.device("meta" if meta else "cpu"):
         try:

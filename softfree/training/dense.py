@@ -1,9 +1,8 @@
-"""What detection and segmentation share: settings of the backbone, length of a run, parameter groups, loading."""
+"""What detection and segmentation share: settings of the backbone, length of a run, parameter groups."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from torch import nn
 from softfree.layers.landmarks import LandmarkSpec
 from softfree.models.checks import mistakes_in
 from softfree.models.features import FIXED_LANDMARKS
-from softfree.training import checkpoint
-from softfree.training.classification import check_model_name, parse_model_kwargs
+from softfree.training.classification import parse_model_kwargs
 from softfree.training.settings import OptimSettings, peek
 
 
@@ -76,22 +74,6 @@ def any_sizes() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.benchmark = before
-
-
-def load_dense(
-    path: str | Path,
-    task: str,
-    build: Callable[[dict[str, Any]], nn.Module],
-    device: torch.device | str,
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a task's checkpoint folder, ready to use, and its metadata, from which ``build`` makes it."""
-    saved = checkpoint.read_checkpoint(path)
-    checkpoint.check_task(path, saved.metadata, task)
-    check_model_name(saved.metadata["model"])
-    model = build(saved.metadata)
-    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])
-    model.load_state_dict(saved.weights)
-    return model.eval().to(device), saved.metadata
 
 
 def dense_parameter_groups(

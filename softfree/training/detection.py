@@ -28,13 +28,13 @@ from softfree.data.detection import (
 from softfree.data.images import collate_training
 from softfree.models.checks import check_at_least, check_grouped
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
+from softfree.training.checkpoint import load_model
 from softfree.training.classification import check_model_name
 from softfree.training.coco_metrics import CocoMetrics
 from softfree.training.dense import (
     BackboneSettings,
     dense_parameter_groups,
     given_length,
-    load_dense,
     run_length,
     small_backbone,
 )
@@ -341,4 +341,4 @@ def load_detector(
     path: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a checkpoint folder, ready to use, and its metadata; see :func:`to_unit_range`."""
-    return load_dense(path, Detection.name, build_detector, device)
+    return load_model(path, Detection.name, build_detector, device)

@@ -321,12 +321,11 @@ def load_sequence_model(
     path: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[SequenceClassifier, dict[str, Any]]:
     """The model of a checkpoint folder, ready to use, and its metadata."""
-    saved = checkpoint.read_checkpoint(path)
-    checkpoint.check_task(path, saved.metadata, LongRange.name)
-    model = SequenceClassifier(**saved.metadata["model_kwargs"])
-    checkpoint.check_fits(saved.path, saved.weights, model.state_dict(), "the sequence encoder")
-    model.load_state_dict(saved.weights)
-    return model.eval().to(device), saved.metadata
+
+    def build(metadata: dict[str, Any]) -> SequenceClassifier:
+        return SequenceClassifier(**metadata["model_kwargs"])
+
+    return checkpoint.load_model(path, LongRange.name, build, device)
 
 
 def score_checkpoint(

@@ -29,12 +29,12 @@ from softfree.data.segmentation import (
 )
 from softfree.models.checks import check_at_least
 from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
+from softfree.training.checkpoint import load_model
 from softfree.training.classification import Normalize, check_model_name
 from softfree.training.dense import (
     BackboneSettings,
     any_sizes,
     dense_parameter_groups,
-    load_dense,
     run_length,
     small_backbone,
 )
@@ -290,4 +290,4 @@ def load_segmenter(
     path: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a checkpoint folder, ready to use, and its metadata."""
-    return load_dense(path, Segmentation.name, build_segmenter, device)
+    return load_model(path, Segmentation.name, build_segmenter, device)
