@@ -22,7 +22,6 @@ from timm.data import Mixup, create_transform, resolve_data_config
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 
-import softfree
 from softfree.data.images import (
     Batch,
     ImageData,
@@ -325,7 +324,6 @@ class Classification(Task):
             "model_kwargs": self.model_kwargs,
             "class_names": list(self.class_names),
             **self.preparation,
-            "softfree": softfree.__version__,
         }
 
 

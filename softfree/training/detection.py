@@ -15,7 +15,6 @@ import tyro
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-import softfree
 from softfree.data.detection import (
     CocoDetection,
     DetectionBatch,
@@ -237,7 +236,6 @@ class Detection(Task):
             "detector": detector.detector,
             "arguments": arguments,
             "class_names": list(self.data.class_names),
-            "softfree": softfree.__version__,
         }
 
     def collate(self, samples: list[Any]) -> DetectionBatch:

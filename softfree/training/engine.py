@@ -25,6 +25,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import softfree
 from softfree.data.resident import Indices
 from softfree.training import checkpoint, distributed
 from softfree.training.devices import amp_dtype_for, to_device
@@ -596,6 +597,7 @@ class _Training:
             metadata = {
                 "task": self.task.name,
                 **self.task.metadata(),
+                "softfree": softfree.__version__,
                 "run": {**dataclasses.asdict(self.position), **self._data_facts()},
             }
             checkpoint.write_checkpoint(folder, weights, metadata, self.settings_json, ema, state)

@@ -19,7 +19,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import softfree
 from softfree.data.longrange import (
     TASKS,
     LongRangeData,
@@ -238,7 +237,6 @@ class LongRange(Task):
             "model_kwargs": self.model_kwargs,
             "longrange_task": self.task.name,
             "class_names": list(self.data.class_names),
-            "softfree": softfree.__version__,
         }
 
 

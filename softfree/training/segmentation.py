@@ -15,7 +15,6 @@ import tyro
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
-import softfree
 from softfree.data.images import collate_training
 from softfree.data.segmentation import (
     IGNORE,
@@ -189,7 +188,6 @@ class Segmentation(Task):
             "window": self.settings.data.window,
             "mean": list(IMAGENET_DEFAULT_MEAN),
             "std": list(IMAGENET_DEFAULT_STD),
-            "softfree": softfree.__version__,
         }
 
     def collate(self, samples: list[Any]) -> SegmentationBatch:
