@@ -31,8 +31,6 @@ from softfree.commands._benchmark_common import (
     progress,
 )
 from softfree.commands._benchmark_model import (
-    AMP_DTYPES,
-    DEFAULT_AMP,
     NARROWEST,
     OPTIMIZERS,
     check_cuda_graph,
@@ -43,7 +41,7 @@ from softfree.commands._benchmark_model import (
 from softfree.models.detection import mask_rcnn, retinanet
 from softfree.models.features import FIXED_LANDMARKS, PyramidFeatures, backbone_arguments
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.devices import choose_device
+from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, autocast, choose_device
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
 # By what is measured, the count of its parameters.
@@ -210,7 +208,7 @@ def backbone_step(
     images = torch.randn(settings.batch_size, 3, *size).to(device, memory_format=settings.layout)
 
     def step() -> None:
-        with autocast(settings, device):
+        with autocast(settings.amp_dtype, device):
             maps = network(images)
         # The gradient is that of sum(maps) in each map's own type.
         torch.autograd.backward(maps, [torch.ones_like(x) for x in maps])
@@ -234,7 +232,7 @@ def detector_step(
     targets = [make_target(*shape[1:], masks, device) for _ in images]
 
     def step() -> None:
-        with autocast(settings, device):
+        with autocast(settings.amp_dtype, device):
             losses = network(images, targets)
             loss = sum(losses.values(), torch.zeros((), device=device))
         loss.backward()
@@ -266,11 +264,6 @@ def make_target(height: int, width: int, masks: bool, device: torch.device) -> d
         left, top, right, bottom = boxes.T[..., None, None]
         target["masks"] = ((x >= left) & (x < right) & (y >= top) & (y < bottom)).to(torch.uint8)
     return {key: value.to(device) for key, value in target.items()}
-
-
-def autocast(settings: Settings, device: torch.device) -> torch.autocast:
-    dtype = AMP_DTYPES[settings.amp_dtype]
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def label(row: Speed) -> str:

@@ -37,16 +37,14 @@ from softfree.commands._benchmark_common import (
     progress,
 )
 from softfree.models import fold_batch_norms
-from softfree.training.devices import choose_device
+from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, autocast, choose_device
 
 BENCHES = ("train", "infer", "both")
-AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.05),
 }
 DEFAULT_BATCH = {"cpu": 4, "cuda": 256}
-DEFAULT_AMP = {"cpu": "none", "cuda": "bfloat16"}
 NARROWEST = 32
 # A folded model computes the same sums in another order.
 FOLDING_TOLERANCE = 1e-3
@@ -256,7 +254,7 @@ def training_step(
 
     def step() -> None:
         nonlocal labels
-        with autocast(settings, device):
+        with autocast(settings.amp_dtype, device):
             logits = compiled(images)
             if labels is None:
                 labels = torch.randint(logits.shape[-1], (len(images),), device=device)
@@ -287,7 +285,7 @@ def inference_step(
     images, compiled = place(network, settings, device)
 
     def step() -> None:
-        with torch.inference_mode(), autocast(settings, device):
+        with torch.inference_mode(), autocast(settings.amp_dtype, device):
             compiled(images)
 
     yield step, lambda: count_bytes([images, *network.parameters(), *network.buffers()])
@@ -305,11 +303,6 @@ def place(
     else:
         network.to(device)
     return images, torch.compile(network) if settings.torchcompile else network
-
-
-def autocast(settings: Settings, device: torch.device) -> torch.autocast:
-    dtype = AMP_DTYPES[settings.amp_dtype]
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def count_bytes(tensors: Sequence[object]) -> int:

@@ -19,8 +19,6 @@ from softfree.commands._benchmark_common import (
 )
 from softfree.commands._benchmark_memory import LABELS
 from softfree.commands._benchmark_model import (
-    AMP_DTYPES,
-    DEFAULT_AMP,
     DEFAULT_BATCH,
     NARROWEST,
     Settings,
@@ -33,7 +31,7 @@ from softfree.commands._benchmark_model import (
 )
 from softfree.models.checks import mistakes_in
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.devices import choose_device
+from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, choose_device
 
 # As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
 ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "soft", "softpp")

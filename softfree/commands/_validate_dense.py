@@ -1,6 +1,5 @@
 """`softfree validate detection` and `softfree validate segmentation`."""
 
-import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from softfree.analysis import describe_environment, write_csv
 from softfree.commands._benchmark_common import check_output, check_positive, make_table
 from softfree.training import checkpoint as checkpoints
+from softfree.training.devices import autocast, to_device
 from softfree.training.distributed import Processes, join_processes
-from softfree.training.engine import amp_dtype_for, to_device
 from softfree.training.sampling import EvalSampler
 from softfree.training.settings import WORKERS, check_workers
 
@@ -66,7 +65,7 @@ def detection(
         pictures = for_evaluation(
             data, metadata["arguments"]["min_size"], metadata["arguments"]["max_size"]
         )
-        with evaluation(amp_dtype, processes):
+        with torch.inference_mode(), autocast(amp_dtype, processes.device):
             scores = evaluate_detector(
                 model,
                 batches(pictures, collate_detection, batch_size, workers, processes),
@@ -132,7 +131,7 @@ def segmentation(
         check_classes(checkpoint, metadata["class_names"], names)
         side = metadata["short_side"] if short_side is None else short_side
         data.transform = EvalTransform(side or None)
-        with evaluation(amp_dtype, processes):
+        with torch.inference_mode(), autocast(amp_dtype, processes.device):
             scores, of_class = evaluate_segmenter(
                 model,
                 batches(data, collate_pictures, 1, workers, processes),
@@ -154,15 +153,6 @@ def segmentation(
             print(f"mIoU {scores['mIoU']:.2f} %, pixel accuracy {scores['accuracy']:.2f} %")
             save(results_file, rows, processes)
     return 0
-
-
-@contextlib.contextmanager
-def evaluation(amp_dtype: str, processes: Processes) -> Iterator[None]:
-    """Inference mode and autocast."""
-    dtype = amp_dtype_for(amp_dtype, processes.device)
-    autocast = torch.autocast(processes.device.type, dtype=dtype, enabled=dtype is not None)
-    with torch.inference_mode(), autocast:
-        yield
 
 
 def batches(

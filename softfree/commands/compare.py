@@ -38,7 +38,6 @@ from softfree.commands._benchmark_common import (
     progress,
 )
 from softfree.commands._benchmark_memory import LABELS
-from softfree.commands._benchmark_model import AMP_DTYPES, DEFAULT_AMP
 from softfree.commands._benchmark_throughput import draw_bars
 from softfree.commands.train import report
 from softfree.data.longrange import TASKS, LongRangeData
@@ -46,7 +45,7 @@ from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
 from softfree.models.sequence import SequenceClassifier
 from softfree.training.checkpoint import SETTINGS, different_settings
-from softfree.training.devices import choose_device
+from softfree.training.devices import autocast, choose_device
 from softfree.training.longrange import (
     PRESETS,
     TEST_RESULT,
@@ -254,11 +253,9 @@ def steps(
     """A step of training (forward, cross-entropy, backward, AdamW) and one of inference."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     labels = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
-    kind = tokens.device.type
-    dtype = AMP_DTYPES[DEFAULT_AMP[kind] if optim.amp_dtype == "auto" else optim.amp_dtype]
 
     def run() -> Tensor:
-        with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+        with autocast(optim.amp_dtype, tokens.device):
             return F.cross_entropy(model(tokens), labels)
 
     def train() -> None:

@@ -34,7 +34,7 @@ from softfree.training.classification import (
     preparation_of,
     resident_batches,
 )
-from softfree.training.devices import amp_dtype_for, to_device
+from softfree.training.devices import autocast, to_device
 from softfree.training.distributed import Processes, gather, join_processes
 from softfree.training.sampling import EvalSampler, short_errors
 from softfree.training.settings import WORKERS, check_workers
@@ -190,12 +190,8 @@ def score(
                 unreadable.extend(batch.unreadable)
                 yield to_device(batch, device)
 
-    dtype = amp_dtype_for(amp_dtype, device)
     began = time.perf_counter()
-    with (
-        torch.inference_mode(),
-        torch.autocast(device.type, dtype=dtype, enabled=dtype is not None),
-    ):
+    with torch.inference_mode(), autocast(amp_dtype, device):
         normalize = Normalize(metadata["mean"], metadata["std"])
         scores = evaluate_classifier(network, batches(), normalize, processes)
     scores["img_per_s"] = scores["samples"] / (time.perf_counter() - began)

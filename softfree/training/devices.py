@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_AMP = {"cpu": "none", "cuda": "bfloat16"}
 
 
 def choose_device(name: str) -> torch.device:
@@ -38,8 +39,7 @@ def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> 
     return batch
 
 
-def amp_dtype_for(name: str, device: torch.device) -> torch.dtype | None:
-    """The type behind a value of --amp-dtype; None: no autocast."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "none"
-    return AMP_DTYPES[name]
+def autocast(name: str, device: torch.device) -> torch.autocast:
+    """Autocast as a value of --amp-dtype asks for."""
+    dtype = AMP_DTYPES[DEFAULT_AMP[device.type] if name == "auto" else name]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 import softfree
 from softfree.data.resident import Indices
 from softfree.training import checkpoint, distributed
-from softfree.training.devices import amp_dtype_for, to_device
+from softfree.training.devices import autocast, to_device
 from softfree.training.distributed import Agreement, Processes
 from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
 from softfree.training.logs import EVAL_CSV, TRAIN_CSV, RunLog, Timer, peak_memory_gib
@@ -43,8 +43,6 @@ from softfree.training.sampling import (
 from softfree.training.schedule import Schedule
 from softfree.training.settings import Interval, OptimSettings, RunSettings, check_settings
 from softfree.training.signals import StopRequest, ignore_signals
-
-__all__ = ["Outcome", "Position", "Task", "to_device", "train"]
 
 
 class MapData(Protocol):
@@ -195,8 +193,7 @@ class _Training:
         )
         self.steps_per_epoch = self.sampler.steps_per_epoch
         self.schedule = Schedule.of(optim, self.steps_per_epoch)
-        self.amp_dtype = amp_dtype_for(optim.amp_dtype, self.device)
-        if self.amp_dtype == torch.float16 and run.fsdp:
+        if optim.amp_dtype == "float16" and run.fsdp:
             raise ValueError("--fsdp needs --amp-dtype bfloat16 or none, got float16")
 
         seed_all(run.seed)
@@ -212,7 +209,7 @@ class _Training:
             task.parameter_groups(self.plain, optim),
             optim.betas,
             optim.clip_grad,
-            torch.amp.GradScaler(self.device.type, enabled=self.amp_dtype == torch.float16),
+            torch.amp.GradScaler(self.device.type, enabled=optim.amp_dtype == "float16"),
             processes,
         )
         # Of a pass in its step: where the backward pass begins, instead of 1.
@@ -445,9 +442,7 @@ class _Training:
             self.log.warn(f"skipped {path}: {reason}")
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
-        )
+        return autocast(self.optim.amp_dtype, self.device)
 
     def _read_and_log(self, timer: Timer, last_batch: Any) -> None:
         position, log = self.position, self.log

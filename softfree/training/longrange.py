@@ -33,7 +33,7 @@ from softfree.models.checks import check_at_least, mistakes_in
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import checkpoint, distributed
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.devices import amp_dtype_for, choose_device, to_device
+from softfree.training.devices import autocast, choose_device, to_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task, train
 from softfree.training.sampling import EvalSampler
@@ -337,7 +337,6 @@ def score_checkpoint(
 ) -> dict[str, float]:
     """Scores of a checkpoint folder on samples of its task; the processes share them, each counts once."""
     device = processes.device
-    dtype = amp_dtype_for(amp_dtype, device)
     model, _ = load_sequence_model(path, device)
     loader: DataLoader = DataLoader(
         samples,
@@ -345,6 +344,6 @@ def score_checkpoint(
         collate_fn=PadSequences(model.length),
         num_workers=workers,
     )
-    with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+    with torch.no_grad(), autocast(amp_dtype, device):
         batches = (to_device(batch, device) for batch in loader)
         return evaluate_sequences(model, batches, processes)
