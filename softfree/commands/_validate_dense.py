@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,13 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from softfree.analysis import describe_environment, write_csv
 from softfree.commands._benchmark_common import check_output, check_positive, make_table
 from softfree.training import checkpoint as checkpoints
-from softfree.training.devices import autocast, to_device
+from softfree.training.coco_metrics import FIGURES
+from softfree.training.devices import AmpDtype, autocast, to_device
 from softfree.training.distributed import Processes, join_processes
 from softfree.training.sampling import EvalSampler
 from softfree.training.settings import WORKERS, check_workers
-
-AmpDtype = Literal["auto", "none", "bfloat16", "float16"]
-FIGURES = ("AP", "AP50", "AP75", "APS", "APM", "APL")
 
 
 def detection(

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from softfree.commands._benchmark_common import check_positive
 from softfree.training.checkpoint import SETTINGS, check_task, locate, read_metadata
+from softfree.training.devices import AmpDtype
 from softfree.training.distributed import join_processes
 from softfree.training.longrange import (
     LongRange,
@@ -24,7 +25,7 @@ def longrange(
     split: Literal["dev", "test"] = "test",
     batch_size: int = 32,
     workers: int = 2,
-    amp_dtype: Literal["auto", "none", "bfloat16", "float16"] = "auto",
+    amp_dtype: AmpDtype = "auto",
     device: str = "auto",
 ) -> int:
     """Accuracy and loss on a task of the Long Range Arena.

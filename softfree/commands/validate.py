@@ -4,20 +4,25 @@
 counts once.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from softfree.analysis import describe_environment, write_csv
 from softfree.commands._benchmark_common import check_output, check_positive, make_table
 from softfree.commands._subcommands import run_subcommand
-from softfree.commands._validate_dense import detection, segmentation, show
+from softfree.commands._validate_dense import (
+    check_classes,
+    data_settings,
+    detection,
+    save,
+    segmentation,
+    show,
+)
 from softfree.commands._validate_longrange import longrange
 from softfree.data.images import Batch, ImageDataset, collate_images, load_images
 from softfree.data.resident import ResidentImages
@@ -34,7 +39,7 @@ from softfree.training.classification import (
     preparation_of,
     resident_batches,
 )
-from softfree.training.devices import autocast, to_device
+from softfree.training.devices import AmpDtype, autocast, to_device
 from softfree.training.distributed import Processes, gather, join_processes
 from softfree.training.sampling import EvalSampler, short_errors
 from softfree.training.settings import WORKERS, check_workers
@@ -55,7 +60,7 @@ def classification(
     model_kwargs: tuple[str, ...] = (),
     batch_size: int = 128,
     workers: int = WORKERS,
-    amp_dtype: Literal["auto", "none", "bfloat16", "float16"] = "auto",
+    amp_dtype: AmpDtype = "auto",
     device: str = "auto",
     strict_data: bool = False,
     data_on_device: bool = False,
@@ -106,9 +111,7 @@ def classification(
             rows.append({"checkpoint": str(checkpoint), "img_size": size, **scores})
         if processes.main:
             print_scores(rows, metadata["model"])
-            if results_file is not None:
-                write_csv(results_file, rows, describe_environment(processes.device))
-                print(f"figures written to {results_file}")
+            save(results_file, rows, processes)
     return 0
 
 
@@ -127,7 +130,7 @@ def trained_on(path: Path) -> tuple[str | None, str]:
             f"--data-dir is needed: {path} is no checkpoint folder that names its data"
         )
     checkpoint.check_task(path, checkpoint.read_metadata(path), Classification.name)
-    data = json.loads((checkpoint.locate(path) / checkpoint.SETTINGS).read_text())["data"]
+    data = data_settings(path)
     return data["data_dir"], data["dataset"]
 
 
@@ -141,12 +144,7 @@ def load_network(
     """The model of a checkpoint folder or of a weights file, and how its pictures are prepared."""
     if path.is_dir() or not name:
         network, metadata = load_classifier(path, device, kwargs)
-        if list(metadata["class_names"]) != list(class_names):
-            raise ValueError(
-                f"--checkpoint {path} knows {len(metadata['class_names'])} classes "
-                f"({', '.join(metadata['class_names'][:3])}, ...), --data-dir has {len(class_names)} "
-                f"({', '.join(class_names[:3])}, ...); they must be the same"
-            )
+        check_classes(path, metadata["class_names"], class_names)
         return network, metadata
     network = create_network(name, len(class_names), img_size=224, kwargs=kwargs)
     if not load_pretrained(network, path, name):
@@ -161,7 +159,7 @@ def score(
     img_size: int,
     batch_size: int,
     workers: int,
-    amp_dtype: str,
+    amp_dtype: AmpDtype,
     processes: Processes,
 ) -> dict[str, float]:
     """One row: scores and throughput at one size."""

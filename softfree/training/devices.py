@@ -1,11 +1,12 @@
 """The device that a flag asks for; batches and precision on it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+AmpDtype = Literal["auto", "none", "bfloat16", "float16"]
 AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_AMP = {"cpu": "none", "cuda": "bfloat16"}
 

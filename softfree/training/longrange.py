@@ -33,7 +33,7 @@ from softfree.models.checks import check_at_least, mistakes_in
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import checkpoint, distributed
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.devices import autocast, choose_device, to_device
+from softfree.training.devices import AmpDtype, autocast, choose_device, to_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task, train
 from softfree.training.sampling import EvalSampler
@@ -333,7 +333,7 @@ def score_checkpoint(
     *,
     batch_size: int,
     workers: int = 0,
-    amp_dtype: str = "auto",
+    amp_dtype: AmpDtype = "auto",
 ) -> dict[str, float]:
     """Scores of a checkpoint folder on samples of its task; the processes share them, each counts once."""
     device = processes.device

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import tyro
 
 from softfree.models.checks import check_at_least
+from softfree.training.devices import AmpDtype
 
 Settings = TypeVar("Settings")
 Overrides = Mapping[str, Mapping[str, Any]]
@@ -55,7 +56,7 @@ class OptimSettings:
     """learning rate of a layer over that of the layer after it; 1: the same for all"""
     clip_grad: float = 0.0
     """largest norm of the gradient, larger ones are scaled down; 0: no limit"""
-    amp_dtype: Literal["auto", "none", "bfloat16", "float16"] = "auto"
+    amp_dtype: AmpDtype = "auto"
     """autocast; auto: bfloat16 on a GPU, none on a CPU"""
     model_ema: bool = False
     """keep a moving average of the weights, and evaluate that"""
