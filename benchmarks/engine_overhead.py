@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.measure import synchronize
-from softfree.commands._benchmark_common import heading, make_table
 from softfree.commands._benchmark_model import OPTIMIZERS, Settings, Throughput, training_step
+from softfree.commands._common import heading, make_table
 from softfree.data.images import ImageData, ImageDataset
 from softfree.training import classification
 from softfree.training.engine import train

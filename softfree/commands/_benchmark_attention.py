@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from softfree.analysis import copy_bandwidth, describe_environment, write_csv
 from softfree.analysis.attention_cost import ATTENTIONS, DTYPES, Cost, Shape, measure_costs
-from softfree.commands._benchmark_common import (
+from softfree.commands._common import (
     check_choices,
     check_output,
     check_positive,

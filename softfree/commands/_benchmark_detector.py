@@ -21,15 +21,6 @@ from softfree.analysis import (
     time_queued,
     write_csv,
 )
-from softfree.commands._benchmark_common import (
-    check_choices,
-    check_output,
-    check_positive,
-    digits,
-    heading,
-    make_table,
-    progress,
-)
 from softfree.commands._benchmark_model import (
     NARROWEST,
     OPTIMIZERS,
@@ -37,6 +28,15 @@ from softfree.commands._benchmark_model import (
     check_names,
     count_bytes,
     relate,
+)
+from softfree.commands._common import (
+    check_choices,
+    check_output,
+    check_positive,
+    digits,
+    heading,
+    make_table,
+    progress,
 )
 from softfree.models.detection import mask_rcnn, retinanet
 from softfree.models.features import FIXED_LANDMARKS, PyramidFeatures, backbone_arguments

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from softfree.analysis import describe_environment, peak_extra_memory, write_csv
 from softfree.analysis.attention_cost import DTYPES
 from softfree.commands._benchmark_attention import DEFAULT_DTYPE, check_plot
-from softfree.commands._benchmark_common import (
+from softfree.commands._common import (
     check_choices,
     check_output,
     check_positive,

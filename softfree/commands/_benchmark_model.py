@@ -27,7 +27,7 @@ from softfree.analysis import (
     time_queued,
     write_csv,
 )
-from softfree.commands._benchmark_common import (
+from softfree.commands._common import (
     check_choices,
     check_output,
     check_positive,

@@ -11,12 +11,6 @@ from rich.console import Console
 
 from softfree.analysis import describe_environment, write_csv
 from softfree.commands._benchmark_attention import check_plot
-from softfree.commands._benchmark_common import (
-    check_choices,
-    check_output,
-    check_positive,
-    progress,
-)
 from softfree.commands._benchmark_memory import LABELS
 from softfree.commands._benchmark_model import (
     DEFAULT_BATCH,
@@ -28,6 +22,12 @@ from softfree.commands._benchmark_model import (
     measure,
     print_rows,
     relate,
+)
+from softfree.commands._common import (
+    check_choices,
+    check_output,
+    check_positive,
+    progress,
 )
 from softfree.models.checks import mistakes_in
 from softfree.training.classification import parse_model_kwargs

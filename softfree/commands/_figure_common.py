@@ -12,7 +12,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from softfree.analysis.pictures import View, view
-from softfree.commands._benchmark_common import check_output
+from softfree.commands._common import check_output
 from softfree.commands._picture import landscape
 
 DEFAULT_MODEL = "softpp_tiny"

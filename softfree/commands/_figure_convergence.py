@@ -12,7 +12,7 @@ from torch import Tensor
 
 from softfree.analysis.capture import CONVERGED
 from softfree.analysis.convergence import residual_curves
-from softfree.commands._benchmark_common import check_positive
+from softfree.commands._common import check_positive
 from softfree.commands._figure_common import (
     Subject,
     check_figure,

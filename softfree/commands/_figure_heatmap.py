@@ -10,7 +10,7 @@ import tyro
 from PIL import Image
 
 from softfree.analysis.capture import AttentionLayer, capture_attention
-from softfree.commands._benchmark_common import check_positive
+from softfree.commands._common import check_positive
 from softfree.commands._figure_common import (
     Photo,
     Repeated,

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from softfree.commands._benchmark_common import check_positive, make_table
+from softfree.commands._common import check_positive, make_table
 from softfree.commands._figure_common import (
     NARROWEST,
     check_figure,

@@ -28,7 +28,9 @@ from softfree.analysis import (
     write_csv,
 )
 from softfree.commands._benchmark_attention import check_plot
-from softfree.commands._benchmark_common import (
+from softfree.commands._benchmark_memory import LABELS
+from softfree.commands._benchmark_throughput import draw_bars
+from softfree.commands._common import (
     check_choices,
     check_output,
     check_positive,
@@ -37,8 +39,6 @@ from softfree.commands._benchmark_common import (
     make_table,
     progress,
 )
-from softfree.commands._benchmark_memory import LABELS
-from softfree.commands._benchmark_throughput import draw_bars
 from softfree.commands.train import report
 from softfree.data.longrange import TASKS, LongRangeData
 from softfree.layers import ATTENTIONS

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from torch import nn
 
-from softfree.commands._benchmark_common import check_output
+from softfree.commands._common import check_output
 from softfree.commands._figure_common import check_img_size, load_subject
 from softfree.commands.demo import working
 from softfree.models.export import (

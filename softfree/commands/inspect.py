@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from softfree.analysis.capture import CONVERGED, MOST_STEPS, SoftLayer, capture_attention
-from softfree.commands._benchmark_common import NOTHING, make_table
+from softfree.commands._common import NOTHING, make_table
 from softfree.commands._figure_common import Photo, check_img_size, load_photo, load_subject, look
 from softfree.training.devices import choose_device
 

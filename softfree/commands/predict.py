@@ -22,7 +22,7 @@ from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from softfree.commands._benchmark_common import check_output, check_positive, make_table
+from softfree.commands._common import check_output, check_positive, make_table
 from softfree.data.images import EXTENSIONS, ImageFiles, Unreadable, image_files, open_image
 from softfree.models.export import load_onnx
 from softfree.training.checkpoint import read_metadata

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from softfree.commands._benchmark_common import check_output, check_positive, make_table
+from softfree.commands._common import check_output, check_positive, make_table
 from softfree.commands._subcommands import run_subcommand
 from softfree.commands._validate_dense import (
     check_classes,

@@ -1,4 +1,4 @@
-"""What both benchmarks share: checks of their arguments and the form of their tables."""
+"""What the commands share: checks of their arguments, the form of their tables, progress."""
 
 import contextlib
 import os
