@@ -8,10 +8,11 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from softfree.analysis import copy_bandwidth, describe_environment, write_csv
+from softfree.analysis import copy_bandwidth, describe_environment
 from softfree.analysis.attention_cost import ATTENTIONS, DTYPES, Cost, Shape, measure_costs
 from softfree.commands._common import (
     check_choices,
+    check_figure,
     check_output,
     check_positive,
     digits,
@@ -19,6 +20,8 @@ from softfree.commands._common import (
     make_table,
     percent,
     progress,
+    save_figure,
+    save_rows,
 )
 from softfree.ops.attention import BACKENDS
 from softfree.training.devices import choose_device
@@ -30,7 +33,6 @@ DEFAULTS = {
 }
 DEFAULT_HEADS = {"cpu": 2, "cuda": 12}
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-PLOT_FORMATS = (".png", ".pdf", ".svg")
 
 
 def attention(
@@ -73,9 +75,7 @@ def attention(
     check_choices("--dtype", [chosen], DTYPES)
     check_positive("--seconds", seconds)
     check_output("--csv", csv)
-    check_output("--plot", plot)
-    if plot is not None:
-        check_plot(plot)
+    check_figure("--plot", plot)
     shapes = pair_shapes(tokens, heads_times_batch, dim, landmarks, where.type)
 
     console = Console(highlight=False)
@@ -92,21 +92,13 @@ def attention(
     title = f"Attention: {dim} channels a head, {landmarks} landmarks, {chosen}"
     heading(console, title, measured_in, threads=where.type == "cpu")
     print_costs(console, costs, where, bandwidth, backward)
-    if csv is not None:
-        write_csv(csv, [dataclasses.asdict(cost) for cost in costs], measured_in)
-        console.print(f"figures written to {csv}", soft_wrap=True)
+    save_rows(csv, [dataclasses.asdict(cost) for cost in costs], measured_in)
     if plot is not None:
         from softfree.commands._benchmark_plot import draw
 
-        draw(plot, costs, f"{title}\n{measured_in['device']}, {measured_in['date']}")
-        console.print(f"plot written to {plot}", soft_wrap=True)
+        words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
+        save_figure(draw(costs, words), plot, "plot")
     return int(any(cost.faulty for cost in costs))
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a plot that could not be drawn after the measuring."""
-    if path.suffix.lower() not in PLOT_FORMATS:
-        raise ValueError(f"--plot must end in {', '.join(PLOT_FORMATS)}, got {path}")
 
 
 def pair_shapes(

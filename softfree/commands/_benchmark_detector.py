@@ -19,7 +19,6 @@ from softfree.analysis import (
     describe_environment,
     peak_extra_memory,
     time_queued,
-    write_csv,
 )
 from softfree.commands._benchmark_model import (
     NARROWEST,
@@ -37,6 +36,7 @@ from softfree.commands._common import (
     heading,
     make_table,
     progress,
+    save_rows,
 )
 from softfree.models.detection import mask_rcnn, retinanet
 from softfree.models.features import FIXED_LANDMARKS, PyramidFeatures, backbone_arguments
@@ -158,10 +158,8 @@ def detector(
     relate(rows, PARTS)
     measured_in = describe_environment(where)
     print_rows(console, rows, settings, measured_in, where)
-    if csv is not None:
-        extra = dataclasses.asdict(settings)
-        write_csv(csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
-        console.print(f"figures written to {csv}", soft_wrap=True)
+    extra = dataclasses.asdict(settings)
+    save_rows(csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
     return 0
 
 

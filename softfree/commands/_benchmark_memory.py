@@ -5,23 +5,28 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from softfree.analysis import describe_environment, peak_extra_memory, write_csv
+from softfree.analysis import describe_environment, peak_extra_memory
 from softfree.analysis.attention_cost import DTYPES
-from softfree.commands._benchmark_attention import DEFAULT_DTYPE, check_plot
+from softfree.commands._benchmark_attention import DEFAULT_DTYPE
 from softfree.commands._common import (
     check_choices,
+    check_figure,
     check_output,
     check_positive,
     digits,
     heading,
     make_table,
+    new_figure,
     progress,
+    save_figure,
+    save_rows,
 )
 from softfree.layers import ATTENTIONS, create_attention
 from softfree.training.devices import choose_device
@@ -102,9 +107,7 @@ def memory(
     chosen = DEFAULT_DTYPE[where.type] if dtype == "auto" else dtype
     check_choices("--dtype", [chosen], DTYPES)
     check_output("--csv", csv)
-    check_output("--plot", plot)
-    if plot is not None:
-        check_plot(plot)
+    check_figure("--plot", plot)
 
     console = Console(highlight=False)
     rows = []
@@ -118,12 +121,10 @@ def memory(
     title = f"Memory of an attention layer: {channels} channels, {count} heads, batch {batch_size}, {chosen}"
     heading(console, title, measured_in, threads=where.type == "cpu")
     print_rows(console, rows)
-    if csv is not None:
-        write_csv(csv, [dataclasses.asdict(row) for row in rows], measured_in)
-        console.print(f"figures written to {csv}", soft_wrap=True)
+    save_rows(csv, [dataclasses.asdict(row) for row in rows], measured_in)
     if plot is not None:
-        draw(plot, rows, f"{title}\n{measured_in['device']}, {measured_in['date']}")
-        console.print(f"plot written to {plot}", soft_wrap=True)
+        words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
+        save_figure(draw(rows, words), plot, "plot")
     return 0
 
 
@@ -189,14 +190,11 @@ def print_rows(console: Console, rows: Sequence[Memory]) -> None:
     )
 
 
-def draw(path: Path, rows: Sequence[Memory], title: str) -> None:
+def draw(rows: Sequence[Memory], title: str) -> Any:
     """Memory against tokens, a curve an attention."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
-    picture = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(picture)
+    picture = new_figure(7, 5)
     axes = picture.add_subplot()
     for name in dict.fromkeys(row.attention for row in rows):
         points = [
@@ -222,5 +220,4 @@ def draw(path: Path, rows: Sequence[Memory], title: str) -> None:
     axes.set_title(title, fontsize=9)
     if axes.lines:
         picture.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path, dpi=150)
+    return picture

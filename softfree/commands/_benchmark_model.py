@@ -25,7 +25,6 @@ from softfree.analysis import (
     describe_environment,
     peak_extra_memory,
     time_queued,
-    write_csv,
 )
 from softfree.commands._common import (
     check_choices,
@@ -35,6 +34,7 @@ from softfree.commands._common import (
     heading,
     make_table,
     progress,
+    save_rows,
 )
 from softfree.models import fold_batch_norms
 from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, autocast, choose_device
@@ -143,10 +143,8 @@ def model(
     relate(rows)
     measured_in = describe_environment(where)
     print_rows(console, rows, settings, bench, measured_in, where)
-    if csv is not None:
-        extra = dataclasses.asdict(settings)
-        write_csv(csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
-        console.print(f"figures written to {csv}", soft_wrap=True)
+    extra = dataclasses.asdict(settings)
+    save_rows(csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
     return 0
 
 

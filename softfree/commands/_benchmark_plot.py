@@ -1,9 +1,10 @@
 """The plot of `softfree benchmark attention`."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from softfree.analysis.attention_cost import Cost
+from softfree.commands._common import new_figure
 
 WORDS = {"softpp": "SOFT++", "soft": "SOFT", "softmax": "softmax (torch)"}
 STYLES = {
@@ -30,13 +31,9 @@ def describe(cost: Cost) -> str:
     return WORDS[cost.attention] + backend
 
 
-def draw(path: Path, costs: Sequence[Cost], title: str) -> None:
-    """Draw time against tokens, both axes logarithmic, a colour for each attention."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(7, 5.5), layout="constrained")
-    FigureCanvasAgg(picture)
+def draw(costs: Sequence[Cost], title: str) -> Any:
+    """Time against tokens, both axes logarithmic, a colour for each attention."""
+    picture = new_figure(7, 5.5)
     axes = picture.add_subplot()
     words = {cost.name: describe(cost) for cost in costs}
     names = list(words)
@@ -61,5 +58,4 @@ def draw(path: Path, costs: Sequence[Cost], title: str) -> None:
     axes.set_title(title, fontsize=9)
     if axes.lines:
         picture.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path, dpi=150)
+    return picture

@@ -4,13 +4,13 @@ import dataclasses
 import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
 from rich.console import Console
 
-from softfree.analysis import describe_environment, write_csv
-from softfree.commands._benchmark_attention import check_plot
+from softfree.analysis import describe_environment
 from softfree.commands._benchmark_memory import LABELS
 from softfree.commands._benchmark_model import (
     DEFAULT_BATCH,
@@ -25,9 +25,13 @@ from softfree.commands._benchmark_model import (
 )
 from softfree.commands._common import (
     check_choices,
+    check_figure,
     check_output,
     check_positive,
+    new_figure,
     progress,
+    save_figure,
+    save_rows,
 )
 from softfree.models.checks import mistakes_in
 from softfree.training.classification import parse_model_kwargs
@@ -87,9 +91,7 @@ def throughput(
     if img_size < NARROWEST:
         raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
     check_output("--csv", csv)
-    check_output("--plot", plot)
-    if plot is not None:
-        check_plot(plot)
+    check_figure("--plot", plot)
     kwargs = parse_model_kwargs(model_kwargs)
     if "attention" in kwargs:
         raise ValueError("--model-kwargs can't have attention=...: --attentions names them")
@@ -123,20 +125,18 @@ def throughput(
     measured_in = describe_environment(where)
     console.print(f"[bold]Attentions in {model}[/]")
     print_rows(console, rows, settings, "both", measured_in, where)
-    if csv is not None:
-        extra = {"model_kwargs": " ".join(model_kwargs), **dataclasses.asdict(settings)}
-        plain = [dataclasses.asdict(row) for row in rows]
-        named = [{"attention": row.pop("model"), "model": model, **row, **extra} for row in plain]
-        write_csv(csv, named, measured_in)
-        console.print(f"figures written to {csv}", soft_wrap=True)
+    extra = {"model_kwargs": " ".join(model_kwargs), **dataclasses.asdict(settings)}
+    plain = [dataclasses.asdict(row) for row in rows]
+    named = [{"attention": row.pop("model"), "model": model, **row, **extra} for row in plain]
+    save_rows(csv, named, measured_in)
     if plot is not None:
         title = f"Attentions in {model}, {img_size}², batch {batch}"
-        draw(plot, rows, f"{title}\n{measured_in['device']}, {measured_in['date']}")
-        console.print(f"plot written to {plot}", soft_wrap=True)
+        words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
+        save_figure(draw(rows, words), plot, "plot")
     return 0
 
 
-def draw(path: Path, rows: Sequence[Throughput], title: str) -> None:
+def draw(rows: Sequence[Throughput], title: str) -> Any:
     """Images a second and GiB, in training and in inference."""
     panels = {
         words: {
@@ -145,25 +145,20 @@ def draw(path: Path, rows: Sequence[Throughput], title: str) -> None:
         }
         for figure, words in (("img_per_s", "images a second"), ("peak_gib", "GiB"))
     }
-    draw_bars(path, [LABELS[row.model] for row in rows], panels, title)
+    return draw_bars([LABELS[row.model] for row in rows], panels, title)
 
 
 def draw_bars(
-    path: Path,
     names: Sequence[str],
     panels: Mapping[str, Mapping[str, Sequence[float | None]]],
     title: str,
-) -> None:
+) -> Any:
     """A panel a figure, in it a group of bars a name; None leaves a gap.
 
     Args:
         panels: by the panel's words, and then by the legend's, one value for each of ``names``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(2 + 3 * len(panels), 1.4 + 0.5 * len(names)), layout="constrained")
-    FigureCanvasAgg(picture)
+    picture = new_figure(2 + 3 * len(panels), 1.4 + 0.5 * len(names))
     row = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (words, bars) in zip(row, panels.items(), strict=True):
         for number, (label, values) in enumerate(bars.items()):
@@ -184,5 +179,4 @@ def draw_bars(
             handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False
         )
     picture.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path, dpi=150)
+    return picture

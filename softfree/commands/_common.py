@@ -1,18 +1,23 @@
-"""What the commands share: checks of their arguments, the form of their tables, progress."""
+"""What the commands share: checks of their arguments, tables, figures, progress."""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
+from PIL import Image
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 from rich.table import Table
 
+from softfree.analysis import write_csv
+
 NOTHING = "-"
+FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 
 
 def check_choices(option: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -49,6 +54,13 @@ def check_output(option: str, path: Path | None) -> None:
         raise ValueError(
             f"{option}: can't write {path}, for {nearest} takes no files ({error.strerror})"
         ) from error
+
+
+def check_figure(option: str, path: Path | None) -> None:
+    """Refuse a file that no figure can be written to."""
+    if path is not None and path.suffix.lower() not in FIGURE_ENDINGS:
+        raise ValueError(f"{option} must end in {', '.join(FIGURE_ENDINGS)}, got {path}")
+    check_output(option, path)
 
 
 def make_table(titles: Iterable[str]) -> Table:
@@ -115,3 +127,33 @@ def heading(console: Console, what: str, measured_in: Mapping[str, object], thre
         count = measured_in["threads"]
         device += f" ({count} thread{'' if count == 1 else 's'})"
     console.print(f"[bold]{what}[/]\n{device}, {', '.join(versions)}, {measured_in['date']}")
+
+
+def save_rows(
+    path: Path | None, rows: Sequence[Mapping[str, object]], measured_in: Mapping[str, object]
+) -> None:
+    """Write the rows to a CSV file, if one is named, and say so."""
+    if path is not None:
+        write_csv(path, rows, measured_in)
+        print(f"figures written to {path}")
+
+
+def new_figure(
+    width: float, height: float, layout: Literal["constrained"] | None = "constrained"
+) -> Any:
+    """An empty matplotlib figure of this size in inches; ``layout=None`` leaves axes where they are put."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, output: Path, kind: str = "figure") -> None:
+    """Write the figure in the format that its ending names, and say so."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Of what zlib finds, runs of equal bytes are nearly all in such pictures, and found much faster.
+    png = {"pil_kwargs": {"compress_type": Image.RLE}} if output.suffix.lower() == ".png" else {}
+    figure.savefig(output, dpi=150, **png)
+    print(f"{kind} written to {output}")

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from softfree.commands._common import new_figure
+
 RIGHT, WRONG, INK, FAINT = "#1a7f37", "#cf222e", "#24292f", "#8c959f"
 LOSS, ACCURACY = "#8250df", "#0969da"
 MAX_SIDE = 800  # of a photo in a drawing
@@ -40,7 +42,7 @@ def draw_classes(
     path: Path, picture: Image.Image, labels: Sequence[str], probabilities: Sequence[float]
 ) -> None:
     """Write a photo with a bar for each of its likeliest classes beside it."""
-    figure = _figure((9, 4))
+    figure = _figure(9, 4)
     photo, bars = figure.subplots(1, 2, width_ratios=(1, 1))
     small = picture.copy()
     small.thumbnail((MAX_SIDE, MAX_SIDE))
@@ -75,7 +77,7 @@ def draw_quickstart(
         losses: (epoch, training loss); accuracies: (epoch, validation accuracy in percent).
         attended: the picture behind ``heat_maps``.
     """
-    figure = _figure((13, 7.2))
+    figure = _figure(13, 7.2)
     figure.suptitle(title, fontsize=14, fontweight="bold", color=INK)
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.05), wspace=0.03)
     curves, attention = right.subfigures(2, 1, hspace=0.05)
@@ -165,13 +167,9 @@ def _shortened(label: str) -> str:
     return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
 
 
-def _figure(inches: tuple[float, float]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=inches, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr, call-arg]
-    FigureCanvasAgg(figure)
+def _figure(width: float, height: float) -> Any:
+    figure = new_figure(width, height)
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
     return figure
 
 

@@ -1,7 +1,7 @@
-"""What the figures, `inspect` and `export` share: the model and photo they look at, and the file they write."""
+"""What the figures, `inspect` and `export` share: the model and photo they look at."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import timm
 import timm.data
@@ -12,12 +12,10 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from softfree.analysis.pictures import View, view
-from softfree.commands._common import check_output
 from softfree.commands._picture import landscape
 
 DEFAULT_MODEL = "softpp_tiny"
 NARROWEST = 32
-ENDINGS = (".png", ".svg", ".pdf")
 Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
 # For checkpoints that leave it to their model.
 PREPARATION = {"img_size": 224, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
@@ -104,31 +102,3 @@ def check_img_size(img_size: int | None) -> None:
     """Refuse images too small for a pyramid."""
     if img_size is not None and img_size < NARROWEST:
         raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
-
-
-def check_figure(output: Path) -> None:
-    """Refuse a file that no figure can be written to: before the work, not after it."""
-    if output.suffix.lower() not in ENDINGS:
-        raise ValueError(f"--output must end in {', '.join(ENDINGS)}, got {output}")
-    check_output("--output", output)
-
-
-def new_figure(
-    width: float, height: float, layout: Literal["constrained"] | None = "constrained"
-) -> Any:
-    """An empty matplotlib figure of this size in inches; ``layout=None`` leaves axes where they are put."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout=layout)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, output: Path) -> None:
-    """Write the figure in the format that its ending names, and say so."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # Of what zlib finds, runs of equal bytes are nearly all in such pictures, and found much faster.
-    png = {"pil_kwargs": {"compress_type": Image.RLE}} if output.suffix.lower() == ".png" else {}
-    figure.savefig(output, dpi=150, **png)
-    print(f"figure written to {output}")

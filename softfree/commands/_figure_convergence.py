@@ -12,16 +12,13 @@ from torch import Tensor
 
 from softfree.analysis.capture import CONVERGED
 from softfree.analysis.convergence import residual_curves
-from softfree.commands._common import check_positive
+from softfree.commands._common import check_figure, check_positive, new_figure, save_figure
 from softfree.commands._figure_common import (
     Subject,
-    check_figure,
     check_img_size,
     load_photo,
     load_subject,
     look,
-    new_figure,
-    save_figure,
 )
 from softfree.commands._picture import landscape
 from softfree.layers import SoftAttention
@@ -52,7 +49,7 @@ def convergence(
         output: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
-    check_figure(output)
+    check_figure("--output", output)
     check_img_size(img_size)
     for option, value in (("--images", images), ("--steps", steps)):
         check_positive(option, value)

@@ -10,18 +10,15 @@ import tyro
 from PIL import Image
 
 from softfree.analysis.capture import AttentionLayer, capture_attention
-from softfree.commands._common import check_positive
+from softfree.commands._common import check_figure, check_positive, new_figure, save_figure
 from softfree.commands._figure_common import (
     Photo,
     Repeated,
     Subject,
-    check_figure,
     check_img_size,
     load_photo,
     load_subject,
     look,
-    new_figure,
-    save_figure,
 )
 from softfree.training.devices import choose_device
 
@@ -71,7 +68,7 @@ def heatmap(
         output: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
-    check_figure(output)
+    check_figure("--output", output)
     check_img_size(img_size)
     check_positive("--heads", heads)
     where = choose_device(device)

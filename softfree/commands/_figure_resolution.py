@@ -6,13 +6,16 @@ from typing import Any
 
 from rich.console import Console
 
-from softfree.commands._common import check_positive, make_table
-from softfree.commands._figure_common import (
-    NARROWEST,
+from softfree.commands._common import (
     check_figure,
-    checkpoint_title,
+    check_positive,
+    make_table,
     new_figure,
     save_figure,
+)
+from softfree.commands._figure_common import (
+    NARROWEST,
+    checkpoint_title,
 )
 from softfree.training.settings import WORKERS, check_workers
 
@@ -46,7 +49,7 @@ def resolution(
     from softfree.data.images import load_images
     from softfree.training.distributed import join_processes
 
-    check_figure(output)
+    check_figure("--output", output)
     check_positive("--batch-size", batch_size)
     check_workers(workers)
     if not sizes or min(sizes) < NARROWEST:

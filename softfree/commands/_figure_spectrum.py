@@ -11,16 +11,14 @@ from rich.progress import track
 
 from softfree.analysis.capture import SoftLayer, capture_attention
 from softfree.analysis.spectrum import SpectralNorms, spectral_norms
+from softfree.commands._common import check_figure, new_figure, save_figure
 from softfree.commands._figure_common import (
     NARROWEST,
     Photo,
-    check_figure,
     check_img_size,
     load_photo,
     load_subject,
     look,
-    new_figure,
-    save_figure,
 )
 from softfree.training.devices import choose_device
 
@@ -48,7 +46,7 @@ def spectrum(
         output: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
-    check_figure(output)
+    check_figure("--output", output)
     check_img_size(img_size)
     if len(sizes) < 2 or min(sizes) < NARROWEST:
         raise ValueError(

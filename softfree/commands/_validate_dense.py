@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from torch.utils.data import DataLoader, Dataset
 
-from softfree.analysis import describe_environment, write_csv
-from softfree.commands._common import check_output, check_positive, make_table
+from softfree.analysis import describe_environment
+from softfree.commands._common import check_output, check_positive, make_table, save_rows
 from softfree.training import checkpoint as checkpoints
 from softfree.training.coco_metrics import FIGURES
 from softfree.training.devices import AmpDtype, autocast, to_device
@@ -87,7 +87,7 @@ def detection(
                     str(row["kind"]), *("-" if x is None else f"{x:.1f}" for x in figures)
                 )
             show(f"{metadata['detector']} on {metadata['model']}, {checkpoint}", table)
-            save(results_file, rows, processes)
+            save_rows(results_file, rows, describe_environment(processes.device))
     return 0
 
 
@@ -149,7 +149,7 @@ def segmentation(
                 table.add_row(escape(row["class"]), "-" if math.isnan(iou) else f"{iou:.1f}")
             show(f"UPerNet on {metadata['model']}, {checkpoint}", table)
             print(f"mIoU {scores['mIoU']:.2f} %, pixel accuracy {scores['accuracy']:.2f} %")
-            save(results_file, rows, processes)
+            save_rows(results_file, rows, describe_environment(processes.device))
     return 0
 
 
@@ -190,10 +190,3 @@ def show(title: str, table: Any) -> None:
     console = Console(highlight=False)
     console.print(title, style="bold", markup=False, soft_wrap=True)
     console.print(table)
-
-
-def save(path: Path | None, rows: Sequence[dict[str, Any]], processes: Processes) -> None:
-    """Write the rows, if a file is named."""
-    if path is not None:
-        write_csv(path, rows, describe_environment(processes.device))
-        print(f"figures written to {path}")

@@ -25,19 +25,20 @@ from softfree.analysis import (
     describe_environment,
     peak_extra_memory,
     time_queued,
-    write_csv,
 )
-from softfree.commands._benchmark_attention import check_plot
 from softfree.commands._benchmark_memory import LABELS
 from softfree.commands._benchmark_throughput import draw_bars
 from softfree.commands._common import (
     check_choices,
+    check_figure,
     check_output,
     check_positive,
     digits,
     heading,
     make_table,
     progress,
+    save_figure,
+    save_rows,
 )
 from softfree.commands.train import report
 from softfree.data.longrange import TASKS, LongRangeData
@@ -164,9 +165,7 @@ def check(settings: CompareSettings) -> None:
     check_choices("--task", [settings.data.task], TASKS)
     check_positive("--seconds", settings.seconds)
     check_output("--csv", settings.csv)
-    check_output("--plot", settings.plot)
-    if settings.plot is not None:
-        check_plot(settings.plot)
+    check_figure("--plot", settings.plot)
     known = sorted(set().union(*map(option_names, settings.attentions)))
     for word in settings.model.attention_options:
         if "=" in word:
@@ -310,14 +309,12 @@ def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.d
         "GMACs: billions of multiply-adds for one sample.",
         style="dim",
     )
-    if settings.csv is not None:
-        extra: dict[str, Any] = {
-            "batch_size": optim.batch_size,
-            "seed": settings.run.seed,
-            "attention_options": " ".join(settings.model.attention_options),
-        }
-        write_csv(settings.csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
-        console.print(f"figures written to {settings.csv}", soft_wrap=True, markup=False)
+    extra: dict[str, Any] = {
+        "batch_size": optim.batch_size,
+        "seed": settings.run.seed,
+        "attention_options": " ".join(settings.model.attention_options),
+    }
+    save_rows(settings.csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
     if settings.plot is not None:
         panels = {
             "test accuracy, %": {
@@ -328,7 +325,5 @@ def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.d
             "training, MiB": {"here": [row.train_peak_mib for row in rows]},
         }
         names = [LABELS[row.attention] for row in rows]
-        draw_bars(
-            settings.plot, names, panels, f"{title}\n{measured_in['device']}, {measured_in['date']}"
-        )
-        console.print(f"plot written to {settings.plot}", soft_wrap=True, markup=False)
+        words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
+        save_figure(draw_bars(names, panels, words), settings.plot, "plot")

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from softfree.commands._common import check_output, check_positive, make_table
+from softfree.analysis import describe_environment
+from softfree.commands._common import check_output, check_positive, make_table, save_rows
 from softfree.commands._subcommands import run_subcommand
 from softfree.commands._validate_dense import (
     check_classes,
     data_settings,
     detection,
-    save,
     segmentation,
     show,
 )
@@ -111,7 +111,7 @@ def classification(
             rows.append({"checkpoint": str(checkpoint), "img_size": size, **scores})
         if processes.main:
             print_scores(rows, metadata["model"])
-            save(results_file, rows, processes)
+            save_rows(results_file, rows, describe_environment(processes.device))
     return 0
 
 

@@ -190,7 +190,7 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
             ["attention", "--tokens", "99", "--heads-times-batch", "1", "2"],
             "one for each of the 1 numbers of tokens, got 2",
         ),
-        (["attention", "--plot", "costs.txt"], "--plot must end in .png, .pdf, .svg"),
+        (["attention", "--plot", "costs.txt"], "--plot must end in .png, .svg, .pdf"),
         (["attention", "--csv", "."], "--csv must name a file, . is a folder"),
         (["modle"], "One of attention, detector, memory, model, throughput; got 'modle'"),
         (["model"], "needs a name"),

@@ -8,7 +8,6 @@ import signal
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 
 import softfree_cli
@@ -197,14 +196,9 @@ def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
     assert Image.open(tmp_path / "table.png").size[0] > 500
 
 
-def test_numbers_below_narrow_panels_do_not_run_into_each_other(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
+def test_numbers_below_narrow_panels_do_not_run_into_each_other():
     values = {"training": [0.016, 0.016], "inference": [0.004, 0.004]}
-    draw_bars(
-        tmp_path / "bars.png", ["softmax (fused)", "b"], {"images": values, "GiB": values}, "title"
-    )
-    [figure] = figures
+    figure = draw_bars(["softmax (fused)", "b"], {"images": values, "GiB": values}, "title")
     figure.draw_without_rendering()
     for axes in figure.axes:
         boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
