@@ -21,7 +21,6 @@ from softfree.analysis import (
     time_queued,
 )
 from softfree.commands._benchmark_model import (
-    NARROWEST,
     OPTIMIZERS,
     check_cuda_graph,
     check_names,
@@ -29,6 +28,7 @@ from softfree.commands._benchmark_model import (
     relate,
 )
 from softfree.commands._common import (
+    NARROWEST,
     check_choices,
     check_output,
     check_positive,

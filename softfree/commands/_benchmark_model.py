@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import difflib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from softfree.analysis import (
     time_queued,
 )
 from softfree.commands._common import (
+    NARROWEST,
     check_choices,
     check_output,
     check_positive,
@@ -37,6 +37,7 @@ from softfree.commands._common import (
     save_rows,
 )
 from softfree.models import fold_batch_norms
+from softfree.models.checks import check_at_least, check_model_name
 from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, autocast, choose_device
 
 BENCHES = ("train", "infer", "both")
@@ -45,7 +46,6 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.05),
 }
 DEFAULT_BATCH = {"cpu": 4, "cuda": 256}
-NARROWEST = 32
 # A folded model computes the same sums in another order.
 FOLDING_TOLERANCE = 1e-3
 
@@ -127,8 +127,7 @@ def model(
     check_positive("--batch-size", batch)
     check_positive("--seconds", seconds)
     check_output("--csv", csv)
-    if img_size < NARROWEST:
-        raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
+    check_at_least(NARROWEST, **{"--img-size": img_size})
     settings = Settings(batch, img_size, amp, opt, channels_last, torchcompile, fuse_bn, cuda_graph)
     check_cuda_graph(cuda_graph, amp, where)
 
@@ -164,10 +163,7 @@ def check_names(names: Sequence[str]) -> None:
     if not names:
         raise ValueError("benchmark model needs a name, e.g. softpp_tiny pvt_v2_b1")
     for name in names:
-        if not timm.is_model(name):
-            near = difflib.get_close_matches(name, timm.list_models(), n=1)
-            advice = f"did you mean {near[0]!r}?" if near else "`softfree models` lists ours"
-            raise ValueError(f"timm knows no model {name!r}; {advice}")
+        check_model_name(name, "NAME")
 
 
 def build(name: str, img_size: int, **options: Any) -> nn.Module:

@@ -14,16 +14,15 @@ from softfree.analysis import describe_environment
 from softfree.commands._benchmark_memory import LABELS
 from softfree.commands._benchmark_model import (
     DEFAULT_BATCH,
-    NARROWEST,
     Settings,
     Throughput,
     check_cuda_graph,
-    check_names,
     measure,
     print_rows,
     relate,
 )
 from softfree.commands._common import (
+    NARROWEST,
     check_choices,
     check_figure,
     check_output,
@@ -33,7 +32,7 @@ from softfree.commands._common import (
     save_figure,
     save_rows,
 )
-from softfree.models.checks import mistakes_in
+from softfree.models.checks import check_at_least, check_model_name, mistakes_in
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, choose_device
 
@@ -80,7 +79,7 @@ def throughput(
     """
     where = choose_device(device)
     check_choices("--attentions", attentions, ATTENTIONS)
-    check_names([model])
+    check_model_name(model)
     if not model.startswith(("soft_", "softpp_")):
         raise ValueError(f"--model must be one of `softfree models`, got {model!r}")
     amp = DEFAULT_AMP[where.type] if amp_dtype == "auto" else amp_dtype
@@ -88,8 +87,7 @@ def throughput(
     batch = DEFAULT_BATCH[where.type] if batch_size is None else batch_size
     check_positive("--batch-size", batch)
     check_positive("--seconds", seconds)
-    if img_size < NARROWEST:
-        raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
+    check_at_least(NARROWEST, **{"--img-size": img_size})
     check_output("--csv", csv)
     check_figure("--plot", plot)
     kwargs = parse_model_kwargs(model_kwargs)

@@ -17,6 +17,7 @@ from rich.table import Table
 from softfree.analysis import write_csv
 
 NOTHING = "-"
+NARROWEST = 32  # side of the smallest images that a pyramid takes
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 
 

@@ -12,10 +12,11 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from softfree.analysis.pictures import View, view
+from softfree.commands._common import NARROWEST
 from softfree.commands._picture import landscape
+from softfree.models.checks import check_at_least, check_model_name
 
 DEFAULT_MODEL = "softpp_tiny"
-NARROWEST = 32
 Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
 # For checkpoints that leave it to their model.
 PREPARATION = {"img_size": 224, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
@@ -60,8 +61,7 @@ def load_subject(
         title = checkpoint_title(checkpoint)
         return Subject(title, network.eval().to(device), {**PREPARATION, **metadata})
     name = model or DEFAULT_MODEL
-    if not timm.is_model(name):
-        raise ValueError(f"--model: there is no model {name!r}; `softfree models` lists them")
+    check_model_name(name)
     torch.manual_seed(0)
     network = timm.create_model(name, **kwargs)
     config = timm.data.resolve_data_config(model=network)
@@ -100,5 +100,5 @@ def look(photo: Image.Image, subject: Subject, img_size: int | None) -> View:
 
 def check_img_size(img_size: int | None) -> None:
     """Refuse images too small for a pyramid."""
-    if img_size is not None and img_size < NARROWEST:
-        raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
+    if img_size is not None:
+        check_at_least(NARROWEST, **{"--img-size": img_size})

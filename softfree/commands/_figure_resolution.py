@@ -7,16 +7,14 @@ from typing import Any
 from rich.console import Console
 
 from softfree.commands._common import (
+    NARROWEST,
     check_figure,
     check_positive,
     make_table,
     new_figure,
     save_figure,
 )
-from softfree.commands._figure_common import (
-    NARROWEST,
-    checkpoint_title,
-)
+from softfree.commands._figure_common import checkpoint_title
 from softfree.training.settings import WORKERS, check_workers
 
 Curve = Sequence[tuple[int, float]]

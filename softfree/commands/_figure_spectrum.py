@@ -11,15 +11,8 @@ from rich.progress import track
 
 from softfree.analysis.capture import SoftLayer, capture_attention
 from softfree.analysis.spectrum import SpectralNorms, spectral_norms
-from softfree.commands._common import check_figure, new_figure, save_figure
-from softfree.commands._figure_common import (
-    NARROWEST,
-    Photo,
-    check_img_size,
-    load_photo,
-    load_subject,
-    look,
-)
+from softfree.commands._common import NARROWEST, check_figure, new_figure, save_figure
+from softfree.commands._figure_common import Photo, check_img_size, load_photo, load_subject, look
 from softfree.training.devices import choose_device
 
 LEAST = 1e-16

@@ -19,6 +19,7 @@ from rich.table import Table
 import softfree
 from softfree.analysis import count_macs, count_parameters, peak_extra_memory, time_call
 from softfree.commands._picture import landscape
+from softfree.models.checks import check_model_name
 from softfree.training.devices import choose_device
 
 SIDES = (28, 56, 112, 224)  # of the token grid: one token per 4 x 4 pixels in stage 1
@@ -85,8 +86,7 @@ def show_backbone(
     console: Console, name: str, picture: Image.Image, device: torch.device, *, drawn: bool
 ) -> None:
     """Build a backbone, run the picture through it, and say what came out."""
-    if not timm.is_model(name):
-        raise ValueError(f"--model: there is no model {name!r}; `softfree models` lists them")
+    check_model_name(name)
     with working(console) as report:
         report(f"building {name}")
         torch.manual_seed(0)

@@ -14,6 +14,9 @@ from rich.progress import track
 from rich.table import Table
 
 from softfree.analysis import count_macs, count_parameters
+from softfree.commands._common import NARROWEST
+from softfree.models.checks import check_at_least
+from softfree.models.registry import is_ours
 
 
 class Published(NamedTuple):
@@ -55,7 +58,6 @@ The papers' Tiny figures were measured on the released depths, soft_tiny_release
 parameters of the authors' code.
 Top-1: ImageNet-1k accuracy the papers report at 224². softfree ships no trained weights; it loads the \
 authors' (softfree.load_release_checkpoint)."""
-NARROWEST = 32
 SIZES = ("tiny", "small", "medium", "large", "huge")
 
 
@@ -78,8 +80,7 @@ def list_models(
         as_json: print JSON, for programs.
     """
     names = matching_names(pattern)
-    if img_size < NARROWEST:
-        raise ValueError(f"--img-size must be at least {NARROWEST}, got {img_size}")
+    check_at_least(NARROWEST, **{"--img-size": img_size})
     errors = Console(stderr=True)
     rows = [
         describe(name, img_size)
@@ -94,7 +95,7 @@ def list_models(
 
 def matching_names(pattern: str) -> list[str]:
     """Names of our models that match a glob, small before large, variants together."""
-    ours = [name for name in timm.list_models() if _is_ours(name)]
+    ours = [name for name in timm.list_models() if is_ours(name)]
     names = [name for name in ours if fnmatch.fnmatchcase(name, pattern)]
     if not names:
         raise ValueError(
@@ -102,10 +103,6 @@ def matching_names(pattern: str) -> list[str]:
             "and patterns look like 'softpp_*'"
         )
     return sorted(names, key=_order)
-
-
-def _is_ours(name: str) -> bool:
-    return timm.models.model_entrypoint(name).__module__.startswith("softfree.")
 
 
 def _order(name: str) -> tuple[bool, bool, str, int]:

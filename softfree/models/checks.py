@@ -1,7 +1,10 @@
 """Checks of arguments: errors that name the argument, or the flag that the user typed."""
 
 import contextlib
+import difflib
 from collections.abc import Iterator
+
+import timm
 
 
 def check_at_least(least: float, **arguments: float) -> None:
@@ -9,6 +12,14 @@ def check_at_least(least: float, **arguments: float) -> None:
     for name, value in arguments.items():
         if not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_model_name(name: str, option: str = "--model") -> None:
+    """Refuse names that timm does not know."""
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        advice = f"did you mean {near[0]!r}?" if near else "`softfree models` lists ours"
+        raise ValueError(f"{option}: timm knows no model {name!r}; {advice}")
 
 
 def check_grouped(**arguments: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
 from softfree.models.checks import mistakes_in
+from softfree.models.registry import is_ours
 
 REDUCTIONS = (4, 8, 16, 32)
 # The papers' 49 landmarks at 224², and no more at any size: the cost per token stays that of 224².
@@ -33,11 +34,10 @@ def backbone_arguments(
         raise ValueError(
             f"no model is called {name!r}; `softfree models` lists softfree's, timm.list_models() all"
         )
-    module = timm.models.model_entrypoint(name).__module__
     arguments: dict[str, Any] = {}
-    if module.startswith("softfree.") and landmarks is not None:
+    if is_ours(name) and landmarks is not None:
         arguments["landmarks"] = landmarks
-    if module.endswith(".swin_transformer"):
+    if timm.models.model_entrypoint(name).__module__.endswith(".swin_transformer"):
         arguments["strict_img_size"] = False
     return arguments | kwargs
 

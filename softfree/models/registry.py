@@ -4,10 +4,15 @@ import sys
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, register_model
+from timm.models import build_model_with_cfg, model_entrypoint, register_model
 from torch import nn
 
 from softfree.models.checkpoints import filter_checkpoint
+
+
+def is_ours(name: str) -> bool:
+    """Whether a model of timm's registry is one of softfree's."""
+    return model_entrypoint(name).__module__.startswith("softfree.")
 
 
 def default_cfg(first_conv: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ evaluate_classifier(model, batches, normalize, ...)  -> {"top1": ..., "top5": ..
 
 import ast
 import dataclasses
-import difflib
 import fnmatch
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,8 @@ from softfree.data.images import (
 from softfree.data.resident import INTERPOLATIONS, Indices, RandomCrops, ResidentImages
 from softfree.layers.factory import check_attention
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
-from softfree.models.checks import check_at_least, mistakes_in
+from softfree.models.checks import check_at_least, check_model_name, mistakes_in
+from softfree.models.registry import is_ours
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task, train
@@ -478,19 +478,6 @@ def create_network(
             if isinstance(error, ValueError) or "img_size" not in str(error):
                 raise ValueError(f"--model {name} does not take --model-kwargs: {error}") from error
             return create(**kwargs)
-
-
-def is_ours(name: str) -> bool:
-    """Whether a model of timm's registry is one of softfree's."""
-    return timm.models.model_entrypoint(name).__module__.startswith("softfree.")
-
-
-def check_model_name(name: str) -> None:
-    """Refuse names that timm does not know."""
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=1)
-        advice = f"did you mean {near[0]!r}?" if near else "`softfree models` lists ours"
-        raise ValueError(f"--model: timm knows no model {name!r}; {advice}")
 
 
 def parse_model_kwargs(

@@ -25,10 +25,9 @@ from softfree.data.detection import (
     train_transform,
 )
 from softfree.data.images import collate_training
-from softfree.models.checks import check_at_least, check_grouped
+from softfree.models.checks import check_at_least, check_grouped, check_model_name
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
 from softfree.training.checkpoint import load_model
-from softfree.training.classification import check_model_name
 from softfree.training.coco_metrics import CocoMetrics
 from softfree.training.dense import (
     BackboneSettings,

@@ -26,10 +26,10 @@ from softfree.data.segmentation import (
     load_segmentation,
     train_transform,
 )
-from softfree.models.checks import check_at_least
+from softfree.models.checks import check_at_least, check_model_name
 from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
 from softfree.training.checkpoint import load_model
-from softfree.training.classification import Normalize, check_model_name
+from softfree.training.classification import Normalize
 from softfree.training.dense import (
     BackboneSettings,
     any_sizes,

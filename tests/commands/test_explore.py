@@ -67,7 +67,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     for arguments, message in (
         (["--port", "70000"], "--port must be at most 65535"),
         (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 0: can't listen there"),
-        (["--model", "no_such"], "there is no model 'no_such'"),
+        (["--model", "no_such"], "timm knows no model 'no_such'"),
         (["--checkpoint", str(tmp_path / "none")], "no checkpoint at"),
         (["--device", "tpu"], "--device must be"),
     ):

@@ -58,7 +58,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     for arguments, message in (
         ([target], "export what? Give --checkpoint OUT/best, or --model"),
         ([str(tmp_path / "model.pt2"), "--model", "soft_tiny"], "FILE must end in .onnx"),
-        ([target, "--model", "no_such"], "there is no model 'no_such'"),
+        ([target, "--model", "no_such"], "timm knows no model 'no_such'"),
         ([target, "--checkpoint", "x", "--features"], "--features is for --model"),
         ([target, "--model", "soft_tiny", "--img-size", "8"], "--img-size must be at least 32"),
     ):

@@ -67,7 +67,7 @@ def test_softmax_layers_are_listed_without_figures(capsys):
 def test_wrong_arguments_are_refused(tmp_path, capsys):
     for arguments, message in (
         (["missing.jpg"], "no photo at missing.jpg"),
-        (["--model", "no_such"], "there is no model 'no_such'"),
+        (["--model", "no_such"], "timm knows no model 'no_such'"),
         (["--img-size", "20"], "--img-size must be at least 32, got 20"),
         (["--model", "soft_tiny", "--checkpoint", "x"], "give one"),
         (["--checkpoint", str(tmp_path / "none")], "no checkpoint at"),
