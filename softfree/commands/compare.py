@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name}: training in {given.run.output}", flush=True)
             outcome = train_longrange(given, data)
             if outcome.stopped:
-                return report(outcome, str(given.run.output))
+                return report(outcome, given.run.output)
         row = Comparison(name, settings.data.task)
         row.paper_accuracy = PAPER.get(name, {}).get(settings.data.task)
         if is_trained(given):

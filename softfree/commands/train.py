@@ -10,13 +10,14 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
-from softfree.commands._train_dense import detection, segmentation
 from softfree.training.checkpoint import CheckpointWriteError
 from softfree.training.engine import Outcome
 from softfree.training.guard import NonFiniteError
+from softfree.training.settings import Overrides, Settings, parse_settings
 
 FAILED = 1
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -41,29 +42,39 @@ def main(argv: Sequence[str]) -> int:
 
 
 def classification(argv: Sequence[str]) -> int:
-    """Parse the settings, train, say how it went."""
-    from softfree.training.classification import (
-        RECIPES,
-        ClassificationSettings,
-        recipe,
-        train_classification,
-    )
-    from softfree.training.settings import parse_settings
+    """Train an image classifier."""
+    from softfree.training import classification as task
 
-    settings = parse_settings(
-        ClassificationSettings,
-        argv,
-        recipe,
-        RECIPES,
-        prog="softfree train classification",
-        description=(
-            "Train an image classifier.\n\n"
-            f"--recipe NAME sets defaults: {', '.join(RECIPES)} (without: digits for the embedded "
-            "digits, else imagenet). --config FILE takes a settings.json of an earlier run instead. "
-            "Flags win over both. Under torchrun, --batch-size is that of one process."
-        ),
-    )
-    return report(train_classification(settings), str(settings.run.output))
+    settings = parse(
+        "classification", argv, task.ClassificationSettings, task.recipe, task.RECIPES,
+        what="Train an image classifier.",
+        otherwise="digits for the embedded digits, else imagenet",
+    )  # fmt: skip
+    return report(task.train_classification(settings), settings.run.output)
+
+
+def detection(argv: Sequence[str]) -> int:
+    """Train a detector."""
+    from softfree.training import detection as task
+
+    settings = parse(
+        "detection", argv, task.DetectionSettings, task.recipe, task.RECIPES,
+        what="Train a detector of objects: RetinaNet (boxes) or Mask R-CNN (boxes and masks).",
+        otherwise="shapes for the embedded shapes, else 1x",
+    )  # fmt: skip
+    return report(task.train_detection(settings), settings.run.output)
+
+
+def segmentation(argv: Sequence[str]) -> int:
+    """Train a segmentation network."""
+    from softfree.training import segmentation as task
+
+    settings = parse(
+        "segmentation", argv, task.SegmentationSettings, task.recipe, task.RECIPES,
+        what="Train UPerNet: a class for every pixel.",
+        otherwise="shapes for the embedded shapes, else ade20k",
+    )  # fmt: skip
+    return report(task.train_segmentation(settings), settings.run.output)
 
 
 def longrange(argv: Sequence[str]) -> int:
@@ -71,7 +82,7 @@ def longrange(argv: Sequence[str]) -> int:
     from softfree.training.longrange import parse_longrange, train_longrange
 
     settings = parse_longrange(argv)
-    return report(train_longrange(settings), str(settings.run.output))
+    return report(train_longrange(settings), settings.run.output)
 
 
 TASKS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -82,7 +93,32 @@ TASKS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-def report(outcome: Outcome, output: str) -> int:
+def parse(
+    task: str,
+    argv: Sequence[str],
+    kind: type[Settings],
+    recipe: Callable[[str, Sequence[str]], Overrides],
+    recipes: Sequence[str],
+    *,
+    what: str,
+    otherwise: str,
+) -> Settings:
+    """Settings of `softfree train TASK`; ``otherwise`` says what holds without --recipe."""
+    return parse_settings(
+        kind,
+        argv,
+        recipe,
+        recipes,
+        prog=f"softfree train {task}",
+        description=(
+            f"{what}\n\n--recipe NAME sets defaults: {', '.join(recipes)} (without: {otherwise}). "
+            "--config FILE takes a settings.json of an earlier run instead. Flags win over both. "
+            "Under torchrun, --batch-size is that of one process."
+        ),
+    )
+
+
+def report(outcome: Outcome, output: Path) -> int:
     """The last line of a run, by the main process, and its exit code."""
     main_process = os.environ.get("RANK", "0") == "0"
     console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not main_process)
