@@ -20,7 +20,14 @@ from softfree.data.coco import (
     read_annotations,
     shape_annotations,
 )
-from softfree.data.images import Unreadable, UnreadableImageError, both_splits, open_image, some
+from softfree.data.images import (
+    Unreadable,
+    UnreadableImageError,
+    both_splits,
+    open_image,
+    part_readable,
+    some,
+)
 from softfree.data.shapes import SIDE, draw_shapes
 
 ANNOTATION_FILES = (
@@ -306,11 +313,7 @@ def collate_detection(samples: Iterable[Sample], *, refill: bool = False) -> Det
     Args:
         refill: repeat readable items in place of unreadable ones.
     """
-    samples = list(samples)
-    unreadable = [item for item in samples if isinstance(item, Unreadable)]
-    readable = [item for item in samples if not isinstance(item, Unreadable)]
-    if refill and readable:
-        readable += [readable[i % len(readable)] for i in range(len(unreadable))]
+    readable, unreadable = part_readable(samples, refill)
     targets = [target for _, target in readable]
     names = [name for name in targets[0] if name != "image_id"] if targets else []
     return DetectionBatch(

@@ -306,6 +306,18 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     return upright.convert("RGB")
 
 
+def part_readable(
+    samples: Iterable[Any], refill: bool = False
+) -> tuple[list[Any], list[Unreadable]]:
+    """Items that could be read and those that could not; ``refill`` repeats some in place of the latter."""
+    samples = list(samples)
+    unreadable = [item for item in samples if isinstance(item, Unreadable)]
+    readable = [item for item in samples if not isinstance(item, Unreadable)]
+    if refill and readable:
+        readable += [readable[i % len(readable)] for i in range(len(unreadable))]
+    return readable, unreadable
+
+
 def collate_images(
     samples: Iterable[tuple[Tensor, int] | Unreadable], *, refill: bool = False
 ) -> Batch:
@@ -315,13 +327,9 @@ def collate_images(
         refill: repeat readable items in place of unreadable ones, so that every training batch has the
             same size. A batch without any readable item has 0 images either way.
     """
-    samples = list(samples)
-    unreadable = [item for item in samples if isinstance(item, Unreadable)]
-    readable = [item for item in samples if not isinstance(item, Unreadable)]
+    readable, unreadable = part_readable(samples, refill)
     if not readable:
         return Batch(torch.empty(0, 3, 0, 0), torch.empty(0, dtype=torch.int64), unreadable)
-    if refill:
-        readable += [readable[i % len(readable)] for i in range(len(unreadable))]
     images, labels = zip(*readable, strict=True)
     return Batch(torch.stack(images), torch.tensor(labels), unreadable)
 

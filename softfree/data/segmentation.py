@@ -25,6 +25,7 @@ from softfree.data.images import (
     both_splits,
     image_files,
     open_image,
+    part_readable,
     some,
 )
 from softfree.data.shapes import CLASSES, SIDE, draw_shapes
@@ -281,23 +282,17 @@ def collate_segmentation(samples: Iterable[Sample], *, refill: bool = False) -> 
     Args:
         refill: repeat readable items in place of unreadable ones.
     """
-    samples = list(samples)
-    unreadable = [item for item in samples if isinstance(item, Unreadable)]
-    readable = [item for item in samples if not isinstance(item, Unreadable)]
+    readable, unreadable = part_readable(samples, refill)
     if not readable:
         empty = torch.empty(0, dtype=torch.uint8)
         return SegmentationBatch(empty.reshape(0, 3, 0, 0), empty.reshape(0, 0, 0), unreadable)
-    if refill:
-        readable += [readable[i % len(readable)] for i in range(len(unreadable))]
     images, masks = zip(*readable, strict=True)
     return SegmentationBatch(torch.stack(images), torch.stack(masks), unreadable)
 
 
 def collate_pictures(samples: Iterable[Sample]) -> SegmentationBatch:
     """Items of different sizes as a batch of lists."""
-    samples = list(samples)
-    unreadable = [item for item in samples if isinstance(item, Unreadable)]
-    readable = [item for item in samples if not isinstance(item, Unreadable)]
+    readable, unreadable = part_readable(samples)
     return SegmentationBatch([x for x, _ in readable], [y for _, y in readable], unreadable)
 
 
