@@ -29,6 +29,7 @@ CHUNK = 2**22
 # Below this residual a Newton iteration counts as converged (Fig. 5 of the papers).
 CONVERGED = 1e-2
 MOST_STEPS = 60
+SAMPLED = 256  # tokens between which the error of the kernel is taken
 Grid = tuple[int, int] | None
 
 
@@ -188,9 +189,9 @@ class SoftLayer(AttentionLayer):
         alpha = start_value(self.a, self.start, self.ridge)[..., 0]
         return (1 - alpha * (self.eigenvalues + self.ridge).square()).abs()
 
-    def steps_needed(self, tolerance: float = CONVERGED) -> int | None:
-        """The fewest Newton steps that bring every head's residual to ``tolerance``; None beyond 60."""
-        enough = (self.expected_residuals(MOST_STEPS) <= tolerance).all(0)
+    def steps_needed(self) -> int | None:
+        """The fewest Newton steps that bring every head's residual to CONVERGED; None beyond MOST_STEPS."""
+        enough = (self.expected_residuals(MOST_STEPS) <= CONVERGED).all(0)
         return int(enough.int().argmax()) if enough.any() else None
 
     def spectral_norm(self, normalize: bool | None = None) -> Tensor:
@@ -198,12 +199,12 @@ class SoftLayer(AttentionLayer):
         layer = self if normalize is None else replace(self, normalize=normalize)
         return torch.linalg.matrix_norm(layer.mixing, 2)
 
-    def nystrom_error(self, samples: int = 256) -> Tensor:
+    def nystrom_error(self) -> Tensor:
         """How far the landmarks are from the kernel they stand for, on evenly chosen tokens: (heads,).
 
         ``||S - kappa(Q, L) Y kappa(L, Q)||_F / ||S||_F`` with ``S = kappa(Q, Q)``, normalisation left out.
         """
-        count = min(samples, self.tokens)
+        count = min(SAMPLED, self.tokens)
         chosen = torch.linspace(0, self.tokens - 1, count, device=self.queries.device).long()
         tokens = self.queries[:, chosen]
         exact = self._kernel(tokens, tokens)

@@ -30,6 +30,7 @@ FLAGS = (
 EPOCHS = 10
 MOST_WRONG = COLUMNS
 STAGES = (1, 2)
+EXAMPLES = 10
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,10 +147,10 @@ def read_curve(path: Path, column: str) -> list[tuple[float, float]]:
         return [(float(row["epoch"]), float(row[column])) for row in csv.DictReader(file)]
 
 
-def save_examples(folder: Path, count: int = 10) -> None:
+def save_examples(folder: Path) -> None:
     """A few validation digits as files, to try `softfree predict` on."""
     digits = load_images(None).val
     folder.mkdir(parents=True, exist_ok=True)
-    for index in range(count):
+    for index in range(EXAMPLES):
         picture, label = digits.read(index)
         picture.save(folder / f"{index}_is_a_{label}.png")

@@ -191,13 +191,13 @@ def _plain(code: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def shape_annotations(count: int, *, split: str, seed: int = 0, side: int = SIDE) -> Annotations:
+def shape_annotations(count: int, *, split: str, side: int = SIDE) -> Annotations:
     """The first ``count`` pictures of the embedded shapes; image i has the id i: ``draw_shapes(i)``."""
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for index in range(count):
         images.append(dict(id=index, width=side, height=side, file_name=f"shapes {index}"))
-        picture = draw_shapes(index, split=split, seed=seed, side=side)
+        picture = draw_shapes(index, split=split, side=side)
         for label, mask in zip(picture.labels, picture.masks, strict=True):
             rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
             left, top = int(columns[0]), int(rows[0])

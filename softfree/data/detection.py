@@ -271,16 +271,17 @@ def load_split(
 
 
 def train_transform(
-    short_sides: Sequence[int], max_size: int, *, flip: bool = True
+    short_sides: Sequence[int], max_size: int
 ) -> Callable[..., tuple[Tensor, Target]]:
     """Random flip, and a resize to one of the short sides whose long side stays within ``max_size``."""
-    steps: list[torch.nn.Module] = [v2.RandomHorizontalFlip()] if flip else []
-    steps += [
-        v2.RandomShortestSize(list(short_sides), max_size),
-        v2.SanitizeBoundingBoxes(),
-        v2.ToPureTensor(),
-    ]
-    return v2.Compose(steps)
+    return v2.Compose(
+        [
+            v2.RandomHorizontalFlip(),
+            v2.RandomShortestSize(list(short_sides), max_size),
+            v2.SanitizeBoundingBoxes(),
+            v2.ToPureTensor(),
+        ]
+    )
 
 
 def aspect_ratio_order(

@@ -243,7 +243,6 @@ def train_transform(
     *,
     short_side: int | None = None,
     scales: tuple[float, float] = (0.5, 2.0),
-    flip: bool = True,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Resize, flip and crop at random.
 
@@ -251,17 +250,15 @@ def train_transform(
         crop: side of the square that is cut out; what lies outside of the picture is ignored.
         short_side: the picture is resized to this short side, times a random number from ``scales``;
             None: only cropped.
-        flip: mirror half of them.
     """
     steps: list[torch.nn.Module] = []
     if short_side is not None:
         low, high = (max(1, round(scale * short_side)) for scale in scales)
         steps.append(v2.RandomShortestSize(range(low, high + 1)))
-    if flip:
-        steps.append(v2.RandomHorizontalFlip())
-    fill = {tv_tensors.Mask: IGNORE, "others": 0}
-    steps += [v2.RandomCrop(crop, pad_if_needed=True, fill=fill), v2.ToPureTensor()]
-    return v2.Compose(steps)
+    crop_or_pad = v2.RandomCrop(
+        crop, pad_if_needed=True, fill={tv_tensors.Mask: IGNORE, "others": 0}
+    )
+    return v2.Compose([*steps, v2.RandomHorizontalFlip(), crop_or_pad, v2.ToPureTensor()])
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from softfree.ops.exportable import exporting
 
 
-def stem(in_chans: int, dim: int, *, overlap: bool = True, width: int = 32) -> nn.Sequential:
+def stem(in_chans: int, dim: int, *, overlap: bool = True) -> nn.Sequential:
     """Image (batch, in_chans, H, W) to a map at a quarter of the size, (batch, dim, H/4, W/4).
 
     Three 3x3 conv-BN-ReLU of strides 2, 1, 2; without ``overlap`` one 4x4 of stride 4. Sizes that do not
@@ -17,9 +17,7 @@ def stem(in_chans: int, dim: int, *, overlap: bool = True, width: int = 32) -> n
     if not overlap:
         return nn.Sequential(_NonOverlapping(in_chans, dim, 4))
     return nn.Sequential(
-        _conv_bn_relu(in_chans, width, 2),
-        _conv_bn_relu(width, width, 1),
-        _conv_bn_relu(width, dim, 2),
+        _conv_bn_relu(in_chans, 32, 2), _conv_bn_relu(32, 32, 1), _conv_bn_relu(32, dim, 2)
     )
 
 

@@ -208,7 +208,6 @@ class ConvLandmarks(_WindowLandmarks):
         stride: side of a window.
         count: at most so many landmarks; None: as many as there are windows.
         sequence: convolve along a sequence instead of over an image.
-        eps: of the LayerNorm.
     """
 
     def __init__(
@@ -218,7 +217,6 @@ class ConvLandmarks(_WindowLandmarks):
         count: int | None = None,
         *,
         sequence: bool = False,
-        eps: float = 1e-5,
     ):
         super().__init__(stride, count)
         self.scale = head_dim**-0.25
@@ -226,7 +224,7 @@ class ConvLandmarks(_WindowLandmarks):
         # product.
         window = (stride,) if sequence else (stride, stride)
         self.weight = nn.Parameter(torch.empty(head_dim, head_dim, *window))
-        self.norm = nn.LayerNorm(head_dim, eps=eps)
+        self.norm = nn.LayerNorm(head_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

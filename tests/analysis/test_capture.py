@@ -183,7 +183,7 @@ def test_expected_residuals_are_those_measured(start, ridge):
     layer = planted(torch.randn(2, 12, 4), start=start, ridge=ridge)
     measured = layer.residuals(30)
     torch.testing.assert_close(layer.expected_residuals(30), measured, atol=1e-9, rtol=1e-4)
-    needed = layer.steps_needed(1e-2)
+    needed = layer.steps_needed()
     assert needed is not None
     assert measured[:, needed].max() <= 1e-2 < measured[:, needed - 1].max()
 
