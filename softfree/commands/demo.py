@@ -11,14 +11,15 @@ import timm.data
 import torch
 import torch.nn.functional as F
 import tyro
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import softfree
 from softfree.analysis import count_macs, count_parameters, peak_extra_memory, time_call
-from softfree.commands._picture import landscape
+from softfree.analysis.measure import synchronize
+from softfree.commands._figure_common import load_photo
 from softfree.models.checks import check_model_name
 from softfree.training.devices import choose_device
 
@@ -57,7 +58,7 @@ def demo(
     """
     console = Console(highlight=False)
     chosen = choose_device(device)
-    show_backbone(console, model, load_picture(image), chosen, drawn=image is None)
+    show_backbone(console, model, load_photo(image), chosen, drawn=image is None)
     race(console, chosen, [side for side in SIDES if side**2 <= max_tokens])
     console.print(
         "\n[bold]Next[/]\n"
@@ -67,19 +68,6 @@ def demo(
         "If the shell finds no softfree: source .venv/bin/activate"
     )
     return 0
-
-
-def load_picture(path: Path | None) -> Image.Image:
-    """The picture in a file, or a drawn one for None."""
-    if path is None:
-        return landscape()
-    if not path.is_file():
-        raise FileNotFoundError(f"no picture at {path}")
-    try:
-        with Image.open(path) as file:
-            return file.convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
-        raise ValueError(f"{path} can't be read as a picture: {error}") from error
 
 
 def show_backbone(
@@ -171,8 +159,7 @@ def measure(call: Callable[[], object], device: torch.device, expected: float = 
             nonlocal seconds
             begin = time.perf_counter()
             call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             seconds = time.perf_counter() - begin
 
         held = peak_extra_memory(timed, device)

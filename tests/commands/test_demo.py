@@ -31,13 +31,13 @@ def test_a_picture_of_ones_own_is_used(tmp_path, capsys):
 
 
 def test_missing_picture_is_named():
-    with pytest.raises(FileNotFoundError, match=r"no picture at nowhere\.png"):
+    with pytest.raises(FileNotFoundError, match=r"no photo at nowhere\.png"):
         demo.main(["--image", "nowhere.png"])
 
 
 def test_file_that_is_no_picture_is_named(tmp_path):
     (tmp_path / "notes.png").write_text("not a picture")
-    with pytest.raises(ValueError, match=r"notes\.png can't be read as a picture"):
+    with pytest.raises(ValueError, match=r"notes\.png can't be read as a photo"):
         demo.main(["--image", str(tmp_path / "notes.png")])
 
 
