@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from timm.optim import param_groups_layer_decay
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from softfree.layers.landmarks import LandmarkSpec
@@ -86,12 +86,10 @@ def dense_parameter_groups(
     Args:
         backbone: the feature extractor inside ``model`` that timm made.
     """
-    network: Any = getattr(
-        backbone, "model", backbone
-    )  # timm wraps networks that give their own features
+    # timm wraps networks that give their own features.
+    network: Any = getattr(backbone, "model", backbone)
     exempt = network.no_weight_decay() if hasattr(network, "no_weight_decay") else set()
     groups: list[dict[str, Any]] = []
-    grouped: set[int] = set()
     if optim.layer_decay < 1:
         if not hasattr(network, "group_matcher"):
             raise ValueError(
@@ -104,17 +102,11 @@ def dense_parameter_groups(
             no_weight_decay_list=exempt,
             layer_decay=optim.layer_decay,
         )
-        grouped = {id(parameter) for group in groups for parameter in group["params"]}
-    exempt_ids = {id(p) for name, p in network.named_parameters() if name in exempt}
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if not parameter.requires_grad or id(parameter) in grouped:
-            continue
-        no_decay = parameter.ndim <= 1 or id(parameter) in exempt_ids
-        (plain if no_decay else decayed).append(parameter)
-    return [
-        *groups,
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
+    grouped = {id(parameter) for group in groups for parameter in group["params"]}
+    prefix = next(name for name, module in model.named_modules() if module is network)
+    others = param_groups_weight_decay(
+        model, optim.weight_decay, no_weight_decay_list=[f"{prefix}.{name}" for name in exempt]
+    )
+    for group in others:
+        group["params"] = [p for p in group["params"] if id(p) not in grouped]
+    return [*groups, *others]
