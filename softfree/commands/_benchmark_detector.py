@@ -38,12 +38,11 @@ from softfree.commands._common import (
     progress,
     save_rows,
 )
-from softfree.models.detection import mask_rcnn, retinanet
 from softfree.models.features import FIXED_LANDMARKS, PyramidFeatures, backbone_arguments
 from softfree.training.classification import parse_model_kwargs
+from softfree.training.detection import DETECTORS
 from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, autocast, choose_device
 
-DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
 # By what is measured, the count of its parameters.
 PARAMETERS = {"backbone": "backbone_parameters", "step": "detector_parameters"}
 PARTS = tuple(PARAMETERS)

@@ -17,10 +17,10 @@ from torchvision.utils import draw_segmentation_masks
 from softfree.commands.predict import LISTED, Listing
 from softfree.data.coco import decode_mask, encode_mask, encode_masks
 from softfree.training.classification import Normalize
+from softfree.training.coco_metrics import MASK_THRESHOLD
 from softfree.training.detection import detect, load_detector
 from softfree.training.segmentation import load_segmenter, predict_classes
 
-MASK_THRESHOLD = 0.5
 OPACITY = 0.55
 LEAST_SIDE = 480  # of a drawing
 LETTERS = 14  # height in pixels
