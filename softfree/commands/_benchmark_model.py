@@ -182,9 +182,8 @@ def try_count_macs(network: nn.Module, img_size: int) -> int | None:
     """Multiply-adds; None for a model that runs but whose products can't be counted from shapes alone."""
     try:
         return count_macs(network, img_size)
-    except (
-        Exception
-    ):  # anything that a model from elsewhere may do with tensors that hold no numbers
+    # Anything that a model from elsewhere may do with tensors that hold no numbers.
+    except Exception:
         with torch.inference_mode():
             network.eval()(torch.randn(1, 3, img_size, img_size))
         return None

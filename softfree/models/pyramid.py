@@ -137,39 +137,34 @@ class SoftPyramid(Backbone):
             ratio = mlp_ratio
             if ratio is None:
                 ratio = 4.0 if softmax else default_mlp_ratio(attention)
-            blocks = []
-            for drop_path in rate:
-                layer: nn.Module
-                if softmax:
-                    layer = SoftmaxAttention(dim, heads)
-                else:
-                    options: dict[str, Any] = dict(
-                        grid=grid,
-                        landmarks=landmarks,
-                        stride=strides[i],
-                        value_conv=value_convs[i],
-                        normalize=normalize,
-                        iterations=iterations,
-                        start=start,
-                        ridge=ridge,
-                        backend=backend,
-                        strict_landmarks=False,
-                    )
-                    layer = create_attention(
-                        attention, dim, heads, **{**options, **(attention_options or {})}
-                    )
-                blocks.append(
-                    Block(
-                        dim,
-                        layer,
-                        mlp_ratio=ratio,
-                        drop_path=drop_path,
-                        proj_drop=proj_drop_rate,
-                        pre_norm=softmax or pre_norm,
-                        norm_eps=1e-6 if softmax else 1e-5,
-                        exact_gelu=softmax,
-                    )
+            options: dict[str, Any] = dict(
+                grid=grid,
+                landmarks=landmarks,
+                stride=strides[i],
+                value_conv=value_convs[i],
+                normalize=normalize,
+                iterations=iterations,
+                start=start,
+                ridge=ridge,
+                backend=backend,
+                strict_landmarks=False,
+            )
+            options.update(attention_options or {})
+            blocks = [
+                Block(
+                    dim,
+                    SoftmaxAttention(dim, heads)
+                    if softmax
+                    else create_attention(attention, dim, heads, **options),
+                    mlp_ratio=ratio,
+                    drop_path=drop_path,
+                    proj_drop=proj_drop_rate,
+                    pre_norm=softmax or pre_norm,
+                    norm_eps=1e-6 if softmax else 1e-5,
+                    exact_gelu=softmax,
                 )
+                for drop_path in rate
+            ]
             stages.append(Stage(grid, dim, blocks, class_token=last))
             self.feature_info.append(dict(num_chs=dim, reduction=4 * 2**i, module=f"stages.{i}"))
             grid = (-(-grid[0] // 2), -(-grid[1] // 2))
