@@ -14,16 +14,16 @@ SHAPE = dict(embed_dims=(16, 32, 48, 64), num_heads=(1, 2, 3, 4), depths=(1, 1, 
 
 
 def classifier_checkpoint(
-    folder: Path, classes: int = 10, img_size: int = 64, **kwargs: Any
+    folder: Path, classes: int = 10, img_size: int = 64, name: str = "softpp_tiny", **kwargs: Any
 ) -> Path:
-    """A small SOFT++ classifier with random weights."""
+    """A classifier with random weights; a pyramid is made small."""
     assert softfree.__version__  # the import registers the names
     torch.manual_seed(0)
-    arguments = SHAPE | kwargs
-    model = timm.create_model("softpp_tiny", num_classes=classes, img_size=img_size, **arguments)
+    arguments = SHAPE | kwargs if name == "softpp_tiny" else kwargs
+    model = timm.create_model(name, num_classes=classes, img_size=img_size, **arguments)
     metadata = dict(
         task="classification",
-        model="softpp_tiny",
+        model=name,
         model_kwargs=arguments,
         class_names=[str(number) for number in range(classes)],
         img_size=img_size,

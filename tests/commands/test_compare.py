@@ -179,13 +179,14 @@ def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
     files = ["--csv", str(tmp_path / "table.csv"), "--plot", str(tmp_path / "table.png")]
     options = ["--device", "cpu", "--img-size", "32", "--batch-size", "2", "--seconds", "0.001"]
     names = ["--attentions", "softmax", "softpp", "--channels-last"]
-    names += ["--model-kwargs", "landmarks=conv:4"]
+    small = "landmarks=conv:4 embed_dims=16,32,48,64 num_heads=1,2,3,4 depths=1,1,1,1"
+    names += ["--model-kwargs", *small.split()]
     assert benchmark.main(["throughput", *options, *names, *files]) == 0
     said = capsys.readouterr().out
     assert "Attentions in softpp_tiny" in said and "channels last" in said
     rows = read(tmp_path / "table.csv")
     assert rows[0]["channels_last"] == "True"
-    assert rows[0]["model_kwargs"] == "landmarks=conv:4"
+    assert rows[0]["model_kwargs"] == small
     assert [(row["attention"], row["model"]) for row in rows] == [
         ("softmax", "softpp_tiny"),
         ("softpp", "softpp_tiny"),

@@ -48,21 +48,20 @@ def test_upernet_is_exported(tmp_path):
 
     model = upernet("softpp_tiny", 5, width=16, backbone_kwargs=PYRAMID | FEW_STEPS).eval()
     export_onnx(model, tmp_path / "u.onnx", img_size=64, metadata=dict(task="segmentation"))
-    export_pt2(model, tmp_path / "u.pt2", img_size=64)
     loaded, _ = load_onnx(tmp_path / "u.onnx")
-    program = torch.export.load(tmp_path / "u.pt2").module()
     # Neither a multiple of 32, as the example was, nor of 4.
     image = torch.randn(2, 3, 150, 230)
     with torch.no_grad():
         assert_same(loaded(image), model(image))
-        assert_same(program(image)[0], model(image))
 
 
 @pytest.mark.slow
 def test_the_backbone_of_a_detector_is_exported_with_its_pyramid(tmp_path):
     from softfree.models.detection import retinanet
 
-    detector = retinanet("softpp_tiny", 5, width=16, backbone_kwargs=PYRAMID | FEW_STEPS).eval()
+    # SOFT's own sizes are held by the tests above, and exporters take most of their time for them.
+    backbone = PYRAMID | dict(attention="softmax")
+    detector = retinanet("softpp_tiny", 5, width=16, backbone_kwargs=backbone).eval()
     names = ["p3", "p4", "p5", "p6", "p7"]
     path = tmp_path / "d.onnx"
     export_onnx(

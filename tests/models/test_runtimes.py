@@ -63,7 +63,6 @@ def test_a_model_compiles_to_machine_code():
 @pytest.mark.parametrize(
     ("name", "landmarks"),
     [
-        ("softpp_tiny", "conv"),
         ("softpp_tiny", "average:9"),
         ("soft_vit_small", "conv:9"),
         ("softpp_vit_small", "random:9"),
