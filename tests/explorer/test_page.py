@@ -195,6 +195,7 @@ def test_stages_and_heads_are_chosen(page, site):
 
 
 def test_the_newton_slider_changes_maps_and_residual(page, site):
+    until(lambda: "converged" in page.locator("#residual").inner_text())
     before = page.locator("#residual").inner_text()
     page.locator("#steps").fill("3")
     until(lambda: shows(page, 1, site.shades(0.5, 0.5, 1, steps=3)))
