@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from softfree.analysis.attention_cost import Cost
 from softfree.commands import _benchmark_plot
+from softfree.commands._common import save_figure
 
 RESULTS = Path(__file__).parent
 PREFIX = "2026-11-15_nvidia-h200"
@@ -131,14 +132,12 @@ def draw_times() -> None:
         for row in rows
     ]  # fmt: skip
     one = costs[0]
-    output = RESULTS / f"{PREFIX}_attention_bfloat16.png"
-    _benchmark_plot.draw(
-        output,
-        costs,
+    title = (
         f"Attention, {one.dim} channels a head, {one.landmarks} landmarks, {one.dtype}\n"
-        f"{rows[0]['device']}, {rows[0]['date']}",
+        f"{rows[0]['device']}, {rows[0]['date']}"
     )
-    print(f"figure written to {output}")
+    figure = _benchmark_plot.draw(costs, title)
+    save_figure(figure, RESULTS / f"{PREFIX}_attention_bfloat16.png", "figure")
 
 
 def main() -> None:
@@ -162,9 +161,7 @@ def main() -> None:
         f"{first['device']}, {' and '.join(sorted({row['date'] for row in wanted}))}",
         fontsize=11,
     )
-    output = RESULTS / f"{PREFIX}_accuracy.png"
-    figure.savefig(output, dpi=150)
-    print(f"figure written to {output}")
+    save_figure(figure, RESULTS / f"{PREFIX}_accuracy.png", "figure")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""results/reproduce.sh: every command that it starts is one that softfree understands, started once."""
+"""results/: every command of reproduce.sh is one that softfree understands, started once; draw.py draws."""
 
 import csv
 import functools
 import inspect
 import os
+import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,3 +160,13 @@ def test_help_is_the_head_of_the_script(script):
     assert ended.returncode == 2
     assert all(f"results/reproduce.sh {table} " in ended.stdout for table in TABLES)
     assert "set -e" not in ended.stdout
+
+
+def test_the_pictures_can_be_drawn_again(tmp_path):
+    for path in SCRIPT.parent.glob("*nvidia-h200*.csv"):
+        shutil.copy(path, tmp_path)
+    shutil.copy(SCRIPT.with_name("draw.py"), tmp_path)
+    subprocess.run([sys.executable, tmp_path / "draw.py"], check=True)
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert len(drawn) == 2
+    assert drawn <= {path.name for path in SCRIPT.parent.glob("*.png")}
