@@ -58,6 +58,9 @@ class SoftAttention(nn.Module):
         normalize: SOFT++ (True) or SOFT (False).
         iterations, start, ridge, backend: see :func:`softfree.soft_attention`.
         qv_bias: biases of the projections to queries and values.
+        query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
+            further apart. A model that draws its weights anew, as those for images do, undoes it.
+        output_gain: the same for those of the projection at the end.
         strict_landmarks: "random" and "first" raise when there are fewer tokens than landmarks.
 
     Example:
@@ -84,6 +87,8 @@ class SoftAttention(nn.Module):
         start: str = "halving",
         ridge: float = 0.0,
         qv_bias: bool = True,
+        query_gain: float = 1.0,
+        output_gain: float = 1.0,
         backend: str = "auto",
         strict_landmarks: bool = True,
     ):
@@ -91,6 +96,9 @@ class SoftAttention(nn.Module):
         check_heads(dim, num_heads)
         if value_conv < 0 or (value_conv and value_conv % 2 == 0):
             raise ValueError(f"value_conv must be 0 or an odd number, got {value_conv}")
+        for name, gain in (("query_gain", query_gain), ("output_gain", output_gain)):
+            if not gain > 0:
+                raise ValueError(f"{name} must be > 0, got {gain}")
         check_backend(backend)
         check_iteration(iterations, start, ridge)
         self.num_heads = num_heads
@@ -107,6 +115,9 @@ class SoftAttention(nn.Module):
         )
         self.value_conv = ValueConv(num_heads, value_conv, sequence) if value_conv else None
         self.proj = nn.Linear(dim, dim)
+        with torch.no_grad():
+            self.qv.weight[:dim] *= query_gain
+            self.proj.weight *= output_gain
 
     def extra_repr(self) -> str:
         kind = "SOFT++" if self.normalize else "SOFT"

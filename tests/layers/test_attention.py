@@ -242,6 +242,17 @@ def test_the_settings_reach_the_operator(backend):
         assert torch.equal(changed(x, (7, 5)), other(x, (7, 5)))
 
 
+def test_gains_multiply_the_initial_weights_of_the_queries_and_of_the_output():
+    def build(**options):
+        torch.manual_seed(0)
+        return layer(**options).state_dict()
+
+    plain, gained = build(), build(query_gain=2, output_gain=4)
+    plain["qv.weight"][:DIM] *= 2
+    plain["proj.weight"] *= 4
+    torch.testing.assert_close(gained, plain, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -256,6 +267,8 @@ def test_the_settings_reach_the_operator(backend):
         (dict(dim=8, num_heads=2, start="warm"), "start must be one of.*'warm'"),
         (dict(dim=8, num_heads=2, iterations=-1), "iterations"),
         (dict(dim=8, num_heads=2, ridge=-0.1), "ridge"),
+        (dict(dim=8, num_heads=2, query_gain=0), "query_gain must be > 0, got 0"),
+        (dict(dim=8, num_heads=2, output_gain=-1), "output_gain must be > 0, got -1"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_when_the_layer_is_built(kwargs, message):

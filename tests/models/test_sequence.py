@@ -104,6 +104,23 @@ def test_soft_has_a_landmark_for_each_window_of_four_unless_told_otherwise():
     assert set(DEFAULTS) | {"softmax"} == set(ATTENTIONS)
 
 
+@pytest.mark.parametrize(
+    ("attention", "gains"),
+    [("soft", dict(query_gain=2)), ("softpp", dict(query_gain=2, output_gain=30))],
+)
+def test_with_gains_most_of_what_soft_adds_before_training_differs_between_tokens(attention, gains):
+    tokens = torch.randint(1, 16, (2, 500), generator=torch.Generator().manual_seed(0))
+
+    def differing_share(**options):
+        torch.manual_seed(0)
+        model = SequenceClassifier(16, 500, 10, attention, attention_options=options)
+        block = model.blocks[0]
+        added = block.attn(block.norm1(model.embedding(tokens) + model.positions))
+        return ((added - added.mean(1, keepdim=True)).norm() / added.norm()).item()
+
+    assert differing_share() < 0.5 < differing_share(**gains)
+
+
 def test_dropout_acts_in_training_and_not_in_evaluation():
     model = build()
     tokens = draw()
