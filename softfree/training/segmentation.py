@@ -153,6 +153,10 @@ class Segmentation(Task):
         check_at_least(0, **{"--short-side": given.short_side, "--window": given.window})
         check_at_least(1, **{"--crop": given.crop})
         check_at_least(2, **{"--width": settings.decoder.width})
+        if settings.optim.batch_size == 1 and not settings.run.sync_bn:
+            raise ValueError(
+                "--batch-size must be at least 2, got 1: a batch norm of UPerNet sees one value a picture"
+            )
         low, high = given.scales
         if not 0 < low <= high:
             raise ValueError(f"--scales must be above 0 and in order, got {low:g} {high:g}")

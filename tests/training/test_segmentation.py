@@ -91,6 +91,11 @@ def test_a_decoder_without_channels_is_refused(tmp_path):
         Segmentation(override(tiny(tmp_path), {"decoder": dict(width=0)}), shapes())
 
 
+def test_batches_of_one_picture_are_refused_before_a_batch_norm_does(tmp_path):
+    with pytest.raises(ValueError, match="--batch-size must be at least 2, got 1"):
+        Segmentation(tiny(tmp_path, batch_size=1), shapes())
+
+
 def test_a_few_steps_on_one_batch_lower_the_loss(tmp_path):
     task = Segmentation(tiny(tmp_path), shapes(2))
     model = task.build_model().train()
