@@ -163,11 +163,11 @@ lra() {
   gather lra lra scores.csv listops image text
 }
 
-# TASK ATTENTION ARGUMENTS...: train on VOC from Tiny-ImageNet's weights, where there are some, and score
+# TASK ATTENTION NAME ARGUMENTS...: train on VOC from the weights that `tiny NAME` left, where there are some, and score
 voc() {
-  local task=$1 attention=$2 seed run weights start; shift 2
+  local task=$1 attention=$2 name=$3 seed run weights start; shift 3
   for seed in $SEEDS; do
-    run=$OUT/voc/${task}_$attention/$seed weights=$OUT/tiny_imagenet/$attention/$seed start=()
+    run=$OUT/voc/${task}_$attention/$seed weights=$OUT/tiny_imagenet/$name/$seed start=()
     if [ -f "$weights/done" ]; then
       start=(--backbone-checkpoint "$weights/last")
     else
@@ -183,9 +183,9 @@ voc() {
 dense() {
   local attention task
   for attention in softpp soft softmax; do
-    voc segmentation $attention --recipe ade20k --steps 500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4
-    voc detection $attention --recipe 1x --detector mask-rcnn --steps 700 --short-sides 224 256 288 --short-side 288 \
-      --max-size 384 --anchor-size 16 --proposals 128 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
+    voc segmentation $attention $attention --recipe ade20k --steps 500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4
+    voc detection $attention ${attention}_average --recipe 1x --detector mask-rcnn --steps 700 --short-sides 224 256 288 \
+      --short-side 288 --max-size 384 --anchor-size 16 --proposals 128 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
   done
   for task in segmentation detection; do
     gather "dense_$task" voc scores.csv "$task"_{softpp,soft,softmax}
