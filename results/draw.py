@@ -12,11 +12,10 @@ from pathlib import Path
 from statistics import fmean
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from softfree.analysis.attention_cost import Cost
 from softfree.commands import _benchmark_plot
-from softfree.commands._common import save_figure
+from softfree.commands._common import new_figure, save_figure
 
 RESULTS = Path(__file__).parent
 PREFIX = "2026-11-15_nvidia-h200"
@@ -147,7 +146,7 @@ def main() -> None:
     # A run of the pyramid whose speed was measured has the name of its attention.
     wanted = [row for row in read("tiny_imagenet") if row["run"].removesuffix(AVERAGE) in speeds]
     accuracies = average(wanted)
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure = new_figure(10, 5)
     left, right = figure.subplots(1, 2)
     draw_speed(left, accuracies, speeds)
     draw_sizes(right, accuracies)

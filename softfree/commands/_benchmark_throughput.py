@@ -33,6 +33,7 @@ from softfree.commands._common import (
     save_rows,
 )
 from softfree.models.checks import check_at_least, check_model_name, mistakes_in
+from softfree.models.registry import is_ours
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, choose_device
 
@@ -80,7 +81,7 @@ def throughput(
     where = choose_device(device)
     check_choices("--attentions", attentions, ATTENTIONS)
     check_model_name(model)
-    if not model.startswith(("soft_", "softpp_")):
+    if not is_ours(model):
         raise ValueError(f"--model must be one of `softfree models`, got {model!r}")
     amp = DEFAULT_AMP[where.type] if amp_dtype == "auto" else amp_dtype
     check_choices("--amp-dtype", [amp], AMP_DTYPES)
