@@ -1,9 +1,11 @@
-"""Draw the pictures of docs/README.md that no command draws, from the dated CSV files beside this script.
+"""Draw the pictures of this folder that no command draws, from the dated CSV files beside this script.
 
     python results/draw.py
 
 Writes, each with 2026-11-15_nvidia-h200_ before its name: accuracy.png, top-1 against training speed and against the
 size of the test pictures; attention_bfloat16.png, what `softfree benchmark attention --plot` draws, from its figures.
+With 2026-11-16_nvidia-h200_ before it: training.png, top-1 against epochs; precision.png, loss and gradient norm
+against steps in three precisions; longrange.png, accuracy against steps of Long Range Arena.
 """
 
 import csv
@@ -18,7 +20,7 @@ from softfree.commands import _benchmark_plot
 from softfree.commands._common import new_figure, save_figure
 
 RESULTS = Path(__file__).parent
-PREFIX = "2026-11-15_nvidia-h200"
+FIRST, SECOND = "2026-11-15_nvidia-h200", "2026-11-16_nvidia-h200"
 TRAINED_AT = "128"  # pixels of a picture's side
 TEST_PICTURES = 5000  # 50 of each of the 100 classes
 NAMES = {
@@ -35,14 +37,32 @@ LABELS = {"soft": ((9, 0), "left", "center"), "performer": ((0, -16), "center", 
 # What the name of a run has after its attention: the class token is replaced by the mean of the tokens.
 AVERAGE = "_average_pooling_drop_path_0.1"
 LANDMARKS = {"stride": ("-", "fixed stride"), "count": ("--", "16 landmarks")}
+MARKERS = dict(zip(NAMES, "osD^vX", strict=True))
+# Lines that lie on each other: a broad one below, then two with gaps.
+PRECISIONS = {
+    "fp32": {"label": "float32", "color": "silver", "lw": 4},
+    "bf16": {"label": "bfloat16", "color": "tab:blue", "ls": "--"},
+    "fp16": {"label": "float16", "color": "tab:red", "ls": ":"},
+}
+TASKS = {
+    "listops": (FIRST, "ListOps"),
+    "lra_image": (SECOND, "image: CIFAR-10 in grey"),
+    "lra_text": (SECOND, "text: IMDB reviews"),
+}
+LARGER = "-gains"  # what the name of a run has after its attention that starts with larger weights
 
 Row = dict[str, str]
 
 
-def read(what: str) -> list[Row]:
+def read(what: str, prefix: str = FIRST) -> list[Row]:
     """The rows of one CSV file of this date and device."""
-    with (RESULTS / f"{PREFIX}_{what}.csv").open(newline="") as file:
+    with (RESULTS / f"{prefix}_{what}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def measured(rows: list[Row]) -> str:
+    """Device and dates of these rows."""
+    return f"{rows[0]['device']}, {' and '.join(sorted({row['date'] for row in rows}))}"
 
 
 def average(rows: list[Row]) -> list[Row]:
@@ -54,6 +74,15 @@ def average(rows: list[Row]) -> list[Row]:
         {**group[0], "top1": str(fmean(float(row["top1"]) for row in group))}
         for group in seeds.values()
     ]
+
+
+def curves(rows: list[Row], across: str, along: str) -> dict[str, list[tuple[float, float]]]:
+    """The points of each run's line: at every value of ``across`` the mean of its seeds' ``along``."""
+    values: dict[str, dict[float, list[float]]] = {}
+    for row in rows:
+        points = values.setdefault(row["run"], {})
+        points.setdefault(float(row[across]), []).append(float(row[along]))
+    return {run: [(x, fmean(y)) for x, y in sorted(of.items())] for run, of in values.items()}
 
 
 def draw_speed(axes: Axes, accuracies: list[Row], speeds: dict[str, Row]) -> None:
@@ -133,15 +162,14 @@ def draw_times() -> None:
     one = costs[0]
     title = (
         f"Attention, {one.dim} channels a head, {one.landmarks} landmarks, {one.dtype}\n"
-        f"{rows[0]['device']}, {rows[0]['date']}"
+        f"{measured(rows)}"
     )
     figure = _benchmark_plot.draw(costs, title)
-    save_figure(figure, RESULTS / f"{PREFIX}_attention_bfloat16.png", "figure")
+    save_figure(figure, RESULTS / f"{FIRST}_attention_bfloat16.png", "figure")
 
 
-def main() -> None:
-    """Draw and write the pictures."""
-    draw_times()
+def draw_accuracy() -> None:
+    """Top-1 of the trained models: against their speed, and against the size of the test pictures."""
     speeds = {row["attention"]: row for row in read("throughput_224")}
     # A run of the pyramid whose speed was measured has the name of its attention.
     wanted = [row for row in read("tiny_imagenet") if row["run"].removesuffix(AVERAGE) in speeds]
@@ -157,10 +185,122 @@ def main() -> None:
         f"Attentions in {first['model']}, Tiny-ImageNet-100, {first['epochs']} epochs\n"
         "class token: mean of three seeds, of one for Linformer, Performer, Nyströmformer; "
         "average: one, SOFT++ two\n"
-        f"{first['device']}, {' and '.join(sorted({row['date'] for row in wanted}))}",
+        f"{measured(wanted)}",
         fontsize=11,
     )
-    save_figure(figure, RESULTS / f"{PREFIX}_accuracy.png", "figure")
+    save_figure(figure, RESULTS / f"{FIRST}_accuracy.png", "figure")
+
+
+def draw_training() -> None:
+    """Top-1 against epochs, of runs that came to their end."""
+    scores = [row for row in read("tiny_imagenet") if row["run"].removesuffix(AVERAGE) in NAMES]
+    ended = {(row["run"], row["seed"]) for row in scores}
+    tests = [row for row in read("tiny_imagenet_curves") if row["kind"] == "eval"]
+    points = curves([row for row in tests if (row["run"], row["seed"]) in ended], "epoch", "top1")
+    figure = new_figure(10, 5)
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"": "Class token", AVERAGE: "Average pooling, drop path 0.1"}
+    for axes, (ending, title) in zip(panels, titles.items(), strict=True):
+        for attention, name in NAMES.items():
+            run = attention + ending
+            if run in points:
+                seeds = sum(run == of for of, _ in ended)
+                axes.plot(
+                    *zip(*points[run], strict=True), color=COLOURS[attention], mfc="none",
+                    marker=MARKERS[attention], label=f"{name}, {seeds} seed{'' if seeds == 1 else 's'}",
+                )  # fmt: skip
+        axes.set_xticks([epoch for epoch, _ in points["softpp"]])
+        axes.set_xlabel("epoch")
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", fontsize=9)
+    panels[0].set_ylabel(f"top-1 in % at {TRAINED_AT} x {TRAINED_AT}")
+    figure.suptitle(
+        f"Attentions in {scores[0]['model']}, Tiny-ImageNet-100, mean of seeds\n{measured(scores)}",
+        fontsize=11,
+    )
+    save_figure(figure, RESULTS / f"{SECOND}_training.png", "figure")
+
+
+def draw_precision() -> None:
+    """Loss and gradient norm against steps: a row of panels an attention, a line a precision."""
+    rows = [row for row in read("ablations_curves", SECOND) if row["kind"] == "train"]
+    skipped = {row["run"]: row["skipped_steps"] for row in rows}  # counts all steps until there
+    chosen: dict[str, dict[str, str]] = {}
+    for attention, before in (("softpp", ""), ("soft", "soft_")):
+        for precision in PRECISIONS:
+            # Of a run that was stopped and run again, the one that came to its end.
+            for run in (f"{before}{precision}_stopped", f"{before}{precision}"):
+                if run in skipped:
+                    chosen.setdefault(attention, {})[precision] = run
+    figure = new_figure(10, 1 + 3.5 * len(chosen))
+    grid = figure.subplots(len(chosen), 2, sharex=True, sharey="col", squeeze=False)
+    for panels, (attention, runs) in zip(grid, chosen.items(), strict=True):
+        for axes, number in zip(panels, ("loss", "grad_norm"), strict=True):
+            points = curves(rows, "step", number)
+            for precision, run in runs.items():
+                style = PRECISIONS[precision]
+                stopped = ", stopped" if run.endswith("_stopped") else ""
+                label = f"{style['label']}{stopped}, {skipped[run]} steps skipped"
+                axes.plot(*zip(*points[run], strict=True), **{**style, "label": label})
+            axes.set_ylabel(f"{NAMES[attention]}: {number.replace('grad_norm', 'gradient norm')}")
+            axes.grid(alpha=0.3)
+        panels[0].legend(loc="upper right", fontsize=9)
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    drawn = {run for runs in chosen.values() for run in runs.values()}
+    scores = [row for row in read("ablations", SECOND) if row["run"] in drawn]
+    first = scores[0]
+    figure.suptitle(
+        f"Precisions, {first['model']}, Tiny-ImageNet-100, seed {first['seed']}, means of up to 10 steps\n"
+        f"{measured(scores)}",
+        fontsize=11,
+    )
+    save_figure(figure, RESULTS / f"{SECOND}_precision.png", "figure")
+
+
+def draw_longrange() -> None:
+    """Accuracy on dev against steps: a panel a task, a line an attention."""
+    tasks = {
+        title: (read(task, prefix), read(f"{task}_curves", prefix))
+        for task, (prefix, title) in TASKS.items()
+        if (RESULTS / f"{prefix}_{task}_curves.csv").exists()
+    }
+    figure = new_figure(1 + 4.5 * len(tasks), 5)
+    lines = {}
+    for axes, (title, (_, rows)) in zip(figure.subplots(1, len(tasks)), tasks.items(), strict=True):
+        points = curves([row for row in rows if row["kind"] == "eval"], "step", "accuracy")
+        points = {run.rpartition("/")[2]: line for run, line in points.items()}
+        for attention, name in NAMES.items():
+            for run, style, words in (
+                (attention, "-", ""),
+                (attention + LARGER, "--", ", larger start"),
+            ):
+                if run in points:
+                    (lines[name + words],) = axes.plot(
+                        *zip(*points[run], strict=True), style, color=COLOURS[attention],
+                        marker=MARKERS[attention], mfc="none",
+                    )  # fmt: skip
+        axes.set_xlim(left=0)
+        axes.set_xlabel("step")
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("accuracy in % on dev")
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=6, fontsize=9)
+    scores = [row for of_task, _ in tasks.values() for row in of_task]
+    figure.suptitle(
+        f"Attentions in Long Range Arena, seed {scores[0]['seed']}\n{measured(scores)}", fontsize=11
+    )
+    save_figure(figure, RESULTS / f"{SECOND}_longrange.png", "figure")
+
+
+def main() -> None:
+    """Draw and write the pictures."""
+    draw_times()
+    draw_accuracy()
+    draw_training()
+    draw_precision()
+    draw_longrange()
 
 
 if __name__ == "__main__":
