@@ -33,9 +33,14 @@ NAMES = {
 }
 COLOURS = {attention: f"C{number}" for number, attention in enumerate(NAMES)}
 # Where a label is, if not above: its distance in points, and which of its sides is there.
-LABELS = {"soft": ((9, 0), "left", "center"), "performer": ((0, -16), "center", "top")}
+LABELS = {
+    "soft": ((9, 0), "left", "center"),
+    "linformer": ((0, -16), "center", "top"),
+    "performer": ((0, -16), "center", "top"),
+}
 # What the name of a run has after its attention: the class token is replaced by the mean of the tokens.
 AVERAGE = "_average_pooling_drop_path_0.1"
+CONTROL = "softpp_without_attention" + AVERAGE
 LANDMARKS = {"stride": ("-", "fixed stride"), "count": ("--", "16 landmarks")}
 MARKERS = dict(zip(NAMES, "osD^vX", strict=True))
 # Lines that lie on each other: a broad one below, then two with gaps.
@@ -113,6 +118,11 @@ def draw_speed(axes: Axes, accuracies: list[Row], speeds: dict[str, Row]) -> Non
             va=along,
             fontsize=9,
         )
+    axes.axhline(top1[CONTROL], xmax=0.64, color="grey", ls=":")
+    axes.annotate(
+        f"SOFT++ without its attention {top1[CONTROL]:.1f}%", (0.02, top1[CONTROL]),
+        xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", fontsize=9,
+    )  # fmt: skip
     axes.margins(x=0.38, y=0.15)  # room for the labels
     axes.set_xlabel("training images a second at 224 x 224, batch 256")
     axes.set_ylabel(f"top-1 in % at {TRAINED_AT} x {TRAINED_AT}")
@@ -172,7 +182,11 @@ def draw_accuracy() -> None:
     """Top-1 of the trained models: against their speed, and against the size of the test pictures."""
     speeds = {row["attention"]: row for row in read("throughput_224")}
     # A run of the pyramid whose speed was measured has the name of its attention.
-    wanted = [row for row in read("tiny_imagenet") if row["run"].removesuffix(AVERAGE) in speeds]
+    wanted = [
+        row
+        for row in read("tiny_imagenet")
+        if row["run"].removesuffix(AVERAGE) in speeds or row["run"] == CONTROL
+    ]
     accuracies = average(wanted)
     figure = new_figure(10, 5)
     left, right = figure.subplots(1, 2)
@@ -184,7 +198,7 @@ def draw_accuracy() -> None:
     figure.suptitle(
         f"Attentions in {first['model']}, Tiny-ImageNet-100, {first['epochs']} epochs\n"
         "class token: mean of three seeds, of one for Linformer, Performer, Nyströmformer; "
-        "average: one, SOFT++ two\n"
+        "average: one, SOFT++ three, SOFT two\n"
         f"{measured(wanted)}",
         fontsize=11,
     )
@@ -241,7 +255,7 @@ def draw_precision() -> None:
             for precision, run in runs.items():
                 style = PRECISIONS[precision]
                 stopped = ", stopped" if run.endswith("_stopped") else ""
-                label = f"{style['label']}{stopped}, {skipped[run]} steps skipped"
+                label = f"{style['label']}{stopped}, skipped steps: {skipped[run]}"
                 axes.plot(*zip(*points[run], strict=True), **{**style, "label": label})
             axes.set_ylabel(f"{NAMES[attention]}: {number.replace('grad_norm', 'gradient norm')}")
             axes.grid(alpha=0.3)
