@@ -18,13 +18,17 @@ from softfree.layers import attention
 from softfree_cli import main
 
 
-def nothing(q: Tensor, v: Tensor, landmarks: Tensor, **options: Any) -> Tensor:
-    """What :func:`softfree.soft_attention` gives in shape, and 0."""
-    return torch.zeros_like(v)
+def leave_attention_out() -> None:
+    """Make every layer of SOFT and SOFT++ in this process add nothing to the convolution of its values."""
 
+    def nothing(q: Tensor, v: Tensor, landmarks: Tensor, **options: Any) -> Tensor:
+        return torch.zeros_like(v)
 
-if __name__ == "__main__":
     attention.soft_attention = nothing
     # The one operator for a whole layer would attend all the same.
     attention.SoftAttention._is_one_operator = lambda layer, x: False  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    leave_attention_out()
     sys.exit(main(sys.argv[1:]))

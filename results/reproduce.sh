@@ -4,6 +4,7 @@
 #   results/reproduce.sh table2      Tiny-ImageNet-100: every attention in the Tiny pyramid, as in the papers (softpp, soft, ...)
 #                                    and with average pooling and drop path, which gives 60% (softpp_average, ...); speed
 #   results/reproduce.sh table6      the models of table2 at other picture sizes; trains them where table2 has not
+#   results/reproduce.sh controls    SOFT++ without its attention and without its value convolution, at these sizes
 #   results/reproduce.sh ablations   numbers of landmarks, samplers, overlap, Newton steps, starts; results/README.md has the
 #                                    figures of EXTRA="--epochs 6 --warmup-epochs 0.6"
 #   results/reproduce.sh precision   float32, bfloat16, float16: loss, gradient norms, skipped steps (precision_training.csv);
@@ -27,6 +28,7 @@
 set -euo pipefail
 OUT=${OUT:-reproduced}
 SOFTFREE=${SOFTFREE:-softfree}
+WITHOUT_ATTENTION=${WITHOUT_ATTENTION:-python $(dirname "$0")/../benchmarks/without_attention.py}
 SEEDS=${SEEDS:-42}
 DEVICE=${DEVICE:-auto}
 EXTRA=${EXTRA:-}
@@ -121,6 +123,15 @@ table6() {
   gather table6_count tiny_imagenet scores_count.csv "${counted[@]}"
 }
 
+controls() {
+  local average=(--model softpp_tiny --drop-path 0.1 --model-kwargs global_pool=avg) sizes=(--img-size 128 192 256 384)
+  SOFTFREE=$WITHOUT_ATTENTION tiny without_attention "${average[@]}"
+  SOFTFREE=$WITHOUT_ATTENTION score scores.csv without_attention "${sizes[@]}"
+  tiny without_value_conv "${average[@]}" value_convs=0,0,0,0
+  score scores.csv without_value_conv "${sizes[@]}"
+  gather controls tiny_imagenet scores.csv without_{attention,value_conv}
+}
+
 # What ablations and precisions vary. A run that diverges is a result: its steps are left out and counted to the end, and
 # the other runs follow.
 VARIANT=(--model softpp_tiny --drop-path 0.1 --max-skipped 1000000 --model-kwargs global_pool=avg)
@@ -163,17 +174,18 @@ lra() {
   gather lra lra scores.csv listops image text
 }
 
-# TASK ATTENTION NAME ARGUMENTS...: train on VOC from the weights that `tiny NAME` left, where there are some, and score
+# TASK NAME KWARGS WEIGHTS ARGUMENTS...: train on VOC from what `tiny WEIGHTS` left, where there is something, and score
 voc() {
-  local task=$1 attention=$2 name=$3 seed run weights start; shift 3
+  local task=$1 name=$2 kwargs=$3 from=$4 seed run weights start; shift 4
   for seed in $SEEDS; do
-    run=$OUT/voc/${task}_$attention/$seed weights=$OUT/tiny_imagenet/$name/$seed start=()
+    run=$OUT/voc/${task}_$name/$seed weights=$OUT/tiny_imagenet/$from/$seed start=()
     if [ -f "$weights/done" ]; then
       start=(--backbone-checkpoint "$weights/last")
     else
       echo "reproduce.sh: no $weights yet (results/reproduce.sh table2): starting from random weights" >&2
     fi
-    train "$run" "$task" --data-dir "$VOC" --model softpp_tiny --model-kwargs "attention=$attention" "${start[@]}" \
+    # shellcheck disable=SC2086
+    train "$run" "$task" --data-dir "$VOC" --model softpp_tiny --model-kwargs $kwargs "${start[@]}" \
       --batch-size 16 --weight-decay 0.05 --eval-every 1000000 --seed "$seed" "$@"
     [ -f "$run/scores.csv" ] || $SOFTFREE validate "$task" --checkpoint "$run/last" --data-dir "$VOC" \
       --workers "$WORKERS" --device "$DEVICE" --results-file "$run/scores.csv"
@@ -181,15 +193,24 @@ voc() {
 }
 
 dense() {
-  local attention task
+  local attention task names
+  local upernet=(--recipe ade20k --steps 500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4)
+  local mask_rcnn=(
+    --recipe 1x --detector mask-rcnn --short-sides 224 256 288 --short-side 288 --max-size 384 --anchor-size 16
+    --proposals 128 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
+  )
   for attention in softpp soft softmax; do
-    voc segmentation $attention $attention --recipe ade20k --steps 500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4
-    voc detection $attention ${attention}_average --recipe 1x --detector mask-rcnn --steps 700 --short-sides 224 256 288 \
-      --short-side 288 --max-size 384 --anchor-size 16 --proposals 128 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
+    voc segmentation $attention attention=$attention $attention "${upernet[@]}"
+    voc detection $attention attention=$attention ${attention}_average "${mask_rcnn[@]}" --steps 700
+  done
+  for attention in softpp soft; do  # landmarks by a fixed stride, as in the papers
+    voc detection ${attention}_stride "attention=$attention landmarks=conv" ${attention}_average "${mask_rcnn[@]}" --steps 500
   done
   for task in segmentation detection; do
-    gather "dense_$task" voc scores.csv "$task"_{softpp,soft,softmax}
-    gather "dense_${task}_curves" voc train.csv "$task"_{softpp,soft,softmax}
+    names=("$task"_{softpp,soft,softmax})
+    [ "$task" = segmentation ] || names+=("$task"_{softpp,soft}_stride)
+    gather "dense_$task" voc scores.csv "${names[@]}"
+    gather "dense_${task}_curves" voc train.csv "${names[@]}"
   done
 }
 
@@ -213,7 +234,7 @@ speed() {
 [ $# -gt 0 ] || usage
 for table in "$@"; do
   case $table in
-    table2 | table6 | ablations | precision) need TI "the folder of Tiny-ImageNet-100, with train/ and val/" ;;
+    table2 | table6 | controls | ablations | precision) need TI "the folder of Tiny-ImageNet-100, with train/ and val/" ;;
     lra)
       need CIFAR "the folder of CIFAR-10's grids or class folders"
       need IMDB "the folder of IMDb reviews"

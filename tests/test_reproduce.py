@@ -19,7 +19,7 @@ from softfree.data.images import load_images
 from softfree.training.classification import Classification, ClassificationSettings
 
 SCRIPT = Path(__file__).parent.parent / "results" / "reproduce.sh"
-TABLES = ("table2", "table6", "ablations", "precision", "lra", "dense", "speed")
+TABLES = ("table2", "table6", "controls", "ablations", "precision", "lra", "dense", "speed")
 # In softfree's place: notes its arguments, one command a line, and leaves the files that were asked for.
 RECORDER = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >> "$RECORD"; echo >> "$RECORD"
@@ -43,7 +43,8 @@ class Script:
         recorder.write_text(RECORDER)
         recorder.chmod(recorder.stat().st_mode | stat.S_IXUSR)
         data = dict.fromkeys(("TI", "CIFAR", "IMDB", "VOC"), str(folder))
-        self.environment = {"PATH": os.environ["PATH"], "SOFTFREE": str(recorder), **data}
+        self.environment = {"PATH": os.environ["PATH"], **data}
+        self.environment |= dict.fromkeys(("SOFTFREE", "WITHOUT_ATTENTION"), str(recorder))
         self.environment |= {"RECORD": str(self.record), "OUT": str(self.out), "DEVICE": "cpu"}
 
     def run(self, *tables: str, **variables: str) -> subprocess.CompletedProcess:

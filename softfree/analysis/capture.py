@@ -30,6 +30,7 @@ CHUNK = 2**22
 CONVERGED = 1e-2
 MOST_STEPS = 60
 SAMPLED = 256  # tokens between which the error of the kernel is taken
+SAMPLED_ROWS = 32  # of the attention matrix, in float32; each is as long as the image has tokens
 Grid = tuple[int, int] | None
 
 
@@ -204,13 +205,22 @@ class SoftLayer(AttentionLayer):
 
         ``||S - kappa(Q, L) Y kappa(L, Q)||_F / ||S||_F`` with ``S = kappa(Q, Q)``, normalisation left out.
         """
-        count = min(SAMPLED, self.tokens)
-        chosen = torch.linspace(0, self.tokens - 1, count, device=self.queries.device).long()
-        tokens = self.queries[:, chosen]
+        tokens = self.queries[:, self._evenly(SAMPLED)]
         exact = self._kernel(tokens, tokens)
         left = self._kernel(tokens, self.landmarks)
         error = exact - left @ self.inverse @ left.mT
         return torch.linalg.matrix_norm(error) / torch.linalg.matrix_norm(exact)
+
+    def total_weight(self) -> Tensor:
+        """What the sizes of a token's attention weights add up to (softmax: 1), on average: (heads,).
+
+        Near 0 the layer attends to nothing: landmarks are so far from the tokens that every kernel value is small.
+        """
+        return self.rows(self._evenly(SAMPLED_ROWS)).abs().sum(-1).mean(-1)
+
+    def _evenly(self, count: int) -> list[int]:
+        """At most ``count`` tokens, the first, the last, and others evenly between."""
+        return torch.linspace(0, self.tokens - 1, min(count, self.tokens)).long().tolist()
 
     def as_softmax(self) -> "SoftmaxLayer":
         """What softmax attention would do with the same queries."""

@@ -17,6 +17,8 @@ from softfree.training.devices import choose_device
 
 # Beyond this condition float32 leaves the smallest eigenvalues about one digit.
 NEAR_SINGULAR = 1e6
+# Weights of a token that add up to less than this change the sum that follows in its third digit.
+NEXT_TO_NOTHING = 1e-2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,6 +82,7 @@ def describe(layer: SoftLayer) -> dict[str, Any]:
         "spectral_norm": layer.spectral_norm().max().item(),
         "kept_eigenvalues": int(layer.kept_eigenvalues().min()),
         "steps_needed": layer.steps_needed(),
+        "total_weight": layer.total_weight().max().item(),
     }
     return {**row, "warnings": warnings_of(row)}
 
@@ -103,6 +106,12 @@ def warnings_of(row: dict[str, Any]) -> list[str]:
         found.append(
             f"{how}: landmarks (nearly) coincide; the {row['steps']} steps invert "
             f"{row['kept_eigenvalues']} of {row['m']} eigenvalues and cut the others off"
+        )
+    if row["total_weight"] < NEXT_TO_NOTHING:
+        found.append(
+            f"attends to next to nothing: a token's weights add up to {row['total_weight']:.2g} at most, since "
+            "landmarks are far from all tokens; training from landmark_gain=0.25 or landmarks=average "
+            "starts them among the tokens"
         )
     return found
 
@@ -138,7 +147,9 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
     for layer, text in warned:
         console.print(f"[yellow]warning[/] {layer}: {text}", soft_wrap=True)
     if not warned:
-        console.print("No warning: every layer converges, and no matrix A is near-singular.")
+        console.print(
+            "No warning: every layer attends and converges, and no matrix A is near-singular."
+        )
     console.print(
         "residual: |AYA - A| / |A| after the T Newton steps that the layer takes.\n"
         "Nyström error: of the kernel between sampled tokens, rebuilt from the landmarks.\n"

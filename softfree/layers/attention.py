@@ -61,6 +61,8 @@ class SoftAttention(nn.Module):
         query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
             further apart. A model that draws its weights anew, as those for images do, undoes it.
         output_gain: the same for those of the projection at the end.
+        landmark_gain: the same for those of the norm of convolution landmarks. With 1, as in the authors' code,
+            landmarks start far from all tokens, and the attention at next to 0; with 0.25, among them.
         strict_landmarks: "random" and "first" raise when there are fewer tokens than landmarks.
 
     Example:
@@ -89,6 +91,7 @@ class SoftAttention(nn.Module):
         qv_bias: bool = True,
         query_gain: float = 1.0,
         output_gain: float = 1.0,
+        landmark_gain: float = 1.0,
         backend: str = "auto",
         strict_landmarks: bool = True,
     ):
@@ -96,7 +99,8 @@ class SoftAttention(nn.Module):
         check_heads(dim, num_heads)
         if value_conv < 0 or (value_conv and value_conv % 2 == 0):
             raise ValueError(f"value_conv must be 0 or an odd number, got {value_conv}")
-        for name, gain in (("query_gain", query_gain), ("output_gain", output_gain)):
+        gains = dict(query_gain=query_gain, output_gain=output_gain, landmark_gain=landmark_gain)
+        for name, gain in gains.items():
             if not gain > 0:
                 raise ValueError(f"{name} must be > 0, got {gain}")
         check_backend(backend)
@@ -118,6 +122,13 @@ class SoftAttention(nn.Module):
         with torch.no_grad():
             self.qv.weight[:dim] *= query_gain
             self.proj.weight *= output_gain
+            if isinstance(self.sampler, ConvLandmarks):
+                self.sampler.norm.weight.mul_(landmark_gain)
+            elif landmark_gain != 1:
+                raise ValueError(
+                    f"landmark_gain is for convolution landmarks, got {landmark_gain} "
+                    f"with landmarks={landmarks!r}"
+                )
 
     def extra_repr(self) -> str:
         kind = "SOFT++" if self.normalize else "SOFT"

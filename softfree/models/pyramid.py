@@ -72,6 +72,7 @@ class SoftPyramid(Backbone):
         normalize, start, ridge: of the operator, see :func:`softfree.soft_attention`; None: as SOFT or
             SOFT++ has them.
         iterations, backend: of the operator too.
+        landmark_gain: of SOFT's and SOFT++'s layers, see :class:`softfree.SoftAttention`.
         attention_options: further settings of the attention, e.g. ``dict(kernel="relu")`` for the Performer;
             see :func:`softfree.layers.create_attention`.
         softmax_last_stage: stage 4 of pre-norm softmax blocks, as in the authors' released models.
@@ -101,6 +102,7 @@ class SoftPyramid(Backbone):
         iterations: int = 20,
         start: str | None = None,
         ridge: float | None = None,
+        landmark_gain: float = 1.0,
         backend: str = "auto",
         attention_options: dict[str, Any] | None = None,
         softmax_last_stage: bool = False,
@@ -146,6 +148,7 @@ class SoftPyramid(Backbone):
                 iterations=iterations,
                 start=start,
                 ridge=ridge,
+                landmark_gain=landmark_gain,
                 backend=backend,
                 strict_landmarks=False,
             )

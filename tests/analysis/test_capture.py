@@ -167,6 +167,13 @@ def test_tokens_that_are_the_landmarks_have_no_nystrom_error():
     assert halved.nystrom_error().min() > 0.1
 
 
+def test_total_weight_is_what_the_sizes_of_a_row_add_up_to():
+    layer = capture().layer(3)  # of few tokens, all of which are asked
+    rows = layer.rows(range(layer.tokens))
+    torch.testing.assert_close(layer.total_weight(), rows.abs().sum(-1).mean(-1))
+    assert replace(layer, landmarks=layer.landmarks + 100).total_weight().max() == 0
+
+
 def test_condition_sees_landmarks_that_nearly_coincide():
     landmarks = 3 * torch.randn(1, 9, 4)
     assert planted(landmarks).condition().item() < 100

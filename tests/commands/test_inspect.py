@@ -17,7 +17,7 @@ def small(**kwargs) -> nn.Module:
 
 
 def test_a_sound_model_has_no_warnings():
-    rows = examine(small(), torch.randn(3, 64, 64))
+    rows = examine(small(landmark_gain=0.5), torch.randn(3, 64, 64))
     assert [row["layer"] for row in rows] == [f"stages.{i}.blocks.0.attn" for i in range(4)]
     assert not any(row["warnings"] for row in rows)
     assert all(row["residual"] < 1e-2 and row["steps_needed"] <= 20 for row in rows)
@@ -45,6 +45,16 @@ def test_a_planted_under_iterated_layer_is_found_and_the_advice_helps():
     assert f"iterations={needed} would bring it to 0.01" in warned["stages.2.blocks.0.attn"][0]
     attention.iterations = needed
     assert not examine(model, image)[2]["warnings"]
+
+
+def test_a_layer_with_landmarks_far_from_all_tokens_is_found():
+    model = small(landmark_gain=0.5)
+    nn.init.constant_(model.stages[1].blocks[0].attn.sampler.norm.weight, 9)
+    rows = examine(model, torch.randn(3, 64, 64))
+    warned = {row["layer"]: row["warnings"] for row in rows if row["warnings"]}
+    assert list(warned) == ["stages.1.blocks.0.attn"]
+    assert "attends to next to nothing" in warned["stages.1.blocks.0.attn"][0]
+    assert rows[1]["total_weight"] < 1e-2 < rows[0]["total_weight"]
 
 
 def test_the_command_reports_a_checkpoint(tmp_path, capsys):

@@ -242,14 +242,15 @@ def test_the_settings_reach_the_operator(backend):
         assert torch.equal(changed(x, (7, 5)), other(x, (7, 5)))
 
 
-def test_gains_multiply_the_initial_weights_of_the_queries_and_of_the_output():
+def test_gains_multiply_the_initial_weights_of_queries_output_and_landmarks():
     def build(**options):
         torch.manual_seed(0)
         return layer(**options).state_dict()
 
-    plain, gained = build(), build(query_gain=2, output_gain=4)
+    plain, gained = build(), build(query_gain=2, output_gain=4, landmark_gain=0.25)
     plain["qv.weight"][:DIM] *= 2
     plain["proj.weight"] *= 4
+    plain["sampler.norm.weight"] *= 0.25
     torch.testing.assert_close(gained, plain, rtol=0, atol=0)
 
 
@@ -269,6 +270,11 @@ def test_gains_multiply_the_initial_weights_of_the_queries_and_of_the_output():
         (dict(dim=8, num_heads=2, ridge=-0.1), "ridge"),
         (dict(dim=8, num_heads=2, query_gain=0), "query_gain must be > 0, got 0"),
         (dict(dim=8, num_heads=2, output_gain=-1), "output_gain must be > 0, got -1"),
+        (dict(dim=8, num_heads=2, landmark_gain=0), "landmark_gain must be > 0, got 0"),
+        (
+            dict(dim=8, num_heads=2, landmarks="average", landmark_gain=0.5),
+            "landmark_gain is for convolution landmarks, got 0.5 with landmarks='average'",
+        ),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_when_the_layer_is_built(kwargs, message):
