@@ -32,10 +32,11 @@ BAR_WIDTH, BAR_LENGTH = 0.95, 4.5
 
 
 class Panel(NamedTuple):
-    """The heat map of one head, (H, W), between 0 and 1."""
+    """The heat map of one head, (H, W), between 0 and 1, and what the sizes of the weights add up to."""
 
     title: str
     heat: np.ndarray
+    total: float
 
 
 def heatmap(
@@ -54,7 +55,8 @@ def heatmap(
     """Draw where a patch of a photo attends to (Fig. 4 and 7).
 
     One model: a row of pictures for each stage (its last block). Several models, or --stage: a column for
-    each, at one stage. Each map is a row of the attention matrix, scaled to 0-1, as in the papers.
+    each, at one stage. Each map is a row of the attention matrix, scaled to 0-1, as in the papers; its
+    total is what the sizes of the row's weights add up to (softmax: 1).
 
     Args:
         photo: a photo of yours; otherwise one is drawn.
@@ -137,8 +139,14 @@ def title_of(subject: Subject | None, layer: AttentionLayer) -> str:
 
 def panels(layer: AttentionLayer, place: tuple[float, float], heads: int) -> list[Panel]:
     """The maps of the first heads for the patch at ``place``."""
-    maps = layer.heat_map(layer.token_at(*place))[:heads].cpu().numpy()
-    return [Panel(f"head {number}", scale(heat)) for number, heat in enumerate(maps, 1)]
+    token = layer.token_at(*place)
+    maps = layer.heat_map(token)[:heads].cpu().numpy()
+    # Scaled maps look alike, whether the head attends or not.
+    totals = layer.row(token)[:heads].abs().sum(-1).tolist()
+    return [
+        Panel(f"head {number}", scale(heat), total)
+        for number, (heat, total) in enumerate(zip(maps, totals, strict=True), 1)
+    ]
 
 
 def scale(heat: np.ndarray) -> np.ndarray:
@@ -181,6 +189,9 @@ def draw(
         for number, panel in enumerate(maps):
             row, column = (number, group) if across else (group, number)
             cell = show(paint(panel.heat, grey), first + column * (CELL + GAP), row, 8)
+            corner = dict(transform=cell.transAxes, fontsize=7, color="white")
+            shade = dict(facecolor="black", alpha=0.5, linewidth=0, pad=1.5)
+            cell.text(0.03, 0.03, f"total {panel.total:.2g}", **corner, bbox=shade)
             column_title, row_title = (title, panel.title) if across else (panel.title, title)
             if row == 0 or not across:
                 cell.set_title(column_title, fontsize=8 if across else 9)

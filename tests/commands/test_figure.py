@@ -67,6 +67,7 @@ def test_the_map_drawn_is_the_scaled_row_of_the_query():
     row = layer.row(7)[0].reshape(3, 4).numpy()  # the last of the middle row
     np.testing.assert_allclose(first.heat, (row - row.min()) / (row.max() - row.min()), rtol=1e-5)
     assert (first.title, second.title) == ("head 1", "head 2")
+    assert first.total == pytest.approx(1)  # softmax
     assert heatmap.scale(np.full((2, 2), 3.0)).max() == 0
 
 
