@@ -1,6 +1,6 @@
 """When does an attention begin to learn ListOps? Short samples, a short training, on a CPU.
 
-    python benchmarks/listops_start.py softmax soft soft:query_gain=2 --csv FILE      minutes for each
+    python benchmarks/listops_start.py softmax soft soft:query_gain=1 --csv FILE      minutes for each
 
 An attention may be followed by its options. Prints the accuracy in % on 400 samples of 200 to 400 tokens in the
 course of 500 steps of 32; the learning rate rises to 1e-3 in 100 steps and then falls, both in a straight line.

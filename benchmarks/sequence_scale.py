@@ -1,12 +1,14 @@
 """How large is what an attention adds to the tokens of an untrained sequence encoder, on ListOps?
 
     python benchmarks/sequence_scale.py                  prints a table (seconds, on a CPU)
+    python benchmarks/sequence_scale.py softpp:stride=32 for an attention with its options
 
 Root mean squares over the tokens of four samples: of the tokens before each block's attention, and of what it
 adds to them.
 """
 
 import argparse
+from typing import Any
 
 import torch
 from rich.box import SIMPLE
@@ -17,14 +19,19 @@ from torch import Tensor
 from softfree.data import listops
 from softfree.data.longrange import PackedSequences, PadSequences
 from softfree.models.sequence import SequenceClassifier
+from softfree.training.classification import parse_model_kwargs
 
 LENGTH, VOCABULARY, CLASSES = 2000, 32, 10
 
 
-def measure(attention: str, tokens: Tensor, mask: Tensor) -> list[tuple[float, float]]:
+def measure(
+    attention: str, options: dict[str, Any], tokens: Tensor, mask: Tensor
+) -> list[tuple[float, float]]:
     """For each block: size of the tokens, and of what the attention adds."""
     torch.manual_seed(0)
-    model = SequenceClassifier(VOCABULARY, LENGTH, CLASSES, attention=attention).eval()
+    model = SequenceClassifier(
+        VOCABULARY, LENGTH, CLASSES, attention, attention_options=options
+    ).eval()
     sizes: list[float] = []
 
     def note(x: Tensor) -> None:
@@ -44,15 +51,17 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument(
-        "--attentions", nargs="+", default=["soft", "softpp", "softmax", "nystromformer"]
-    )
+        "attentions", nargs="*", metavar="ATTENTION[:OPTION=VALUE...]",
+        default=["soft:query_gain=1", "soft", "softpp", "softmax", "nystromformer"],
+    )  # fmt: skip
     given = parser.parse_args()
     data = PackedSequences(listops.generate(given.samples), shift=0, length=LENGTH)
     batch = PadSequences(LENGTH)([data[index] for index in range(given.samples)])
     table = Table("attention", "tokens", "block 1 adds", "tokens", "block 2 adds", box=SIMPLE)
-    for attention in given.attentions:
-        pairs = measure(attention, batch.tokens, batch.tokens > 0)
-        table.add_row(attention, *(f"{size:.3g}" for pair in pairs for size in pair))
+    for text in given.attentions:
+        attention, *options = text.split(":")
+        pairs = measure(attention, parse_model_kwargs(options), batch.tokens, batch.tokens > 0)
+        table.add_row(text, *(f"{size:.3g}" for pair in pairs for size in pair))
     Console().print(table)
 
 

@@ -118,7 +118,16 @@ def test_with_gains_most_of_what_soft_adds_before_training_differs_between_token
         added = block.attn(block.norm1(model.embedding(tokens) + model.positions))
         return ((added - added.mean(1, keepdim=True)).norm() / added.norm()).item()
 
-    assert differing_share() < 0.5 < differing_share(**gains)
+    assert differing_share(query_gain=1) < 0.5 < differing_share(**gains)
+
+
+def test_soft_starts_with_larger_queries_unless_told_otherwise():
+    def queries(**options):
+        torch.manual_seed(0)
+        model = SequenceClassifier(16, 50, 10, "soft", attention_options=options)
+        return model.blocks[0].attn.qv.weight[:64]
+
+    torch.testing.assert_close(queries(), 2 * queries(query_gain=1), rtol=0, atol=0)
 
 
 def test_dropout_acts_in_training_and_not_in_evaluation():
