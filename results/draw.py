@@ -52,9 +52,11 @@ PRECISIONS = {
 TASKS = {
     "listops": (FIRST, "ListOps"),
     "lra_image": (SECOND, "image: CIFAR-10 in grey"),
-    "lra_text": (SECOND, "text: IMDB reviews"),
+    "lra_text": (SECOND, "text: IMDb reviews"),
 }
 LARGER = "-gains"  # what the name of a run has after its attention that starts with larger weights
+# What the legend says of runs that do not start as their attention does by default.
+OTHER_START = {"soft": ", query_gain=1", "softpp" + LARGER: ", query_gain=2, output_gain=30"}
 
 Row = dict[str, str]
 
@@ -278,7 +280,6 @@ def draw_longrange() -> None:
     tasks = {
         title: (read(task, prefix), read(f"{task}_curves", prefix))
         for task, (prefix, title) in TASKS.items()
-        if (RESULTS / f"{prefix}_{task}_curves.csv").exists()
     }
     figure = new_figure(1 + 4.5 * len(tasks), 5)
     lines = {}
@@ -286,14 +287,11 @@ def draw_longrange() -> None:
         points = curves([row for row in rows if row["kind"] == "eval"], "step", "accuracy")
         points = {run.rpartition("/")[2]: line for run, line in points.items()}
         for attention, name in NAMES.items():
-            for run, style, words in (
-                (attention, "-", ""),
-                (attention + LARGER, "--", ", larger start"),
-            ):
+            for run in (attention, attention + LARGER):
                 if run in points:
-                    (lines[name + words],) = axes.plot(
-                        *zip(*points[run], strict=True), style, color=COLOURS[attention],
-                        marker=MARKERS[attention], mfc="none",
+                    (lines[name + OTHER_START.get(run, "")],) = axes.plot(
+                        *zip(*points[run], strict=True), color=COLOURS[attention],
+                        ls="--" if run in OTHER_START else "-", marker=MARKERS[attention], mfc="none",
                     )  # fmt: skip
         axes.set_xlim(left=0)
         axes.set_xlabel("step")

@@ -29,7 +29,7 @@ class SoftVisionTransformer(Backbone):
         patch_size: side of a patch; images are padded to a multiple of it.
         embed_dim, num_heads, depth: of the blocks.
         attention, attention_options, mlp_ratio: as in :class:`softfree.models.SoftPyramid`.
-        landmarks, stride, value_conv, normalize, iterations, start, ridge, backend: as in
+        landmarks, stride, value_conv, normalize, iterations, start, ridge, landmark_gain, backend: as in
             :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at 224².
         drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
     """
@@ -52,6 +52,7 @@ class SoftVisionTransformer(Backbone):
         iterations: int = 20,
         start: str | None = None,
         ridge: float | None = None,
+        landmark_gain: float = 1.0,
         backend: str = "auto",
         attention_options: dict[str, Any] | None = None,
         mlp_ratio: float | None = None,
@@ -78,6 +79,7 @@ class SoftVisionTransformer(Backbone):
             iterations=iterations,
             start=start,
             ridge=ridge,
+            landmark_gain=landmark_gain,
             backend=backend,
             strict_landmarks=False,
         )
