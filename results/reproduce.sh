@@ -10,7 +10,8 @@
 #   results/reproduce.sh precision   float32, bfloat16, float16: loss, gradient norms, skipped steps (precision_training.csv);
 #                                    likewise
 #   results/reproduce.sh lra         ListOps (made), image, text: 5,000, 35,000 and 20,000 steps for each of seven attentions;
-#                                    fewer: EXTRA="--steps 3000"
+#                                    fewer: EXTRA="--steps 3000"; results/README.md has text with --attention-options stride=16
+#                                    for SOFT and SOFT++
 #   results/reproduce.sh dense       VOC: UPerNet, Mask R-CNN, from the weights that table2 left in OUT, else from random ones;
 #                                    needs the extra `dense`
 #   results/reproduce.sh speed       operator, models, attentions, detectors; on a CPU smaller pictures, not compiled
@@ -139,12 +140,13 @@ VARIANT=(--model softpp_tiny --drop-path 0.1 --max-skipped 1000000 --model-kwarg
 ablations() {
   # At 128 x 128 the papers' strides leave 16 windows; these leave 64, as many as are asked for at most.
   local fine=strides=4,2,1,1 count sampler steps start name
-  local names=(count_{16,36,49,64} sampler_{average,random,first} no_overlap steps_{5,10,20,40} start_{scaled,halving})
+  local names=(count_{16,36,49,64} sampler_{average,random,first} no_{overlap,value_conv} steps_{5,10,20,40} start_{scaled,halving})
   for count in 16 36 49 64; do tiny "count_$count" "${VARIANT[@]}" $fine "landmarks=conv:$count"; done
   for sampler in average random first; do
     tiny "sampler_$sampler" "${VARIANT[@]}" $fine "landmarks=$sampler:49"
   done
   tiny no_overlap "${VARIANT[@]}" overlap=False
+  tiny no_value_conv "${VARIANT[@]}" value_convs=0,0,0,0
   for steps in 5 10 20 40; do tiny "steps_$steps" "${VARIANT[@]}" "iterations=$steps"; done
   for start in scaled halving; do tiny "start_$start" "${VARIANT[@]}" "start=$start"; done
   for name in "${names[@]}"; do score scores.csv "$name"; done
