@@ -56,7 +56,7 @@ def heatmap(
 
     One model: a row of pictures for each stage (its last block). Several models, or --stage: a column for
     each, at one stage. Each map is a row of the attention matrix, scaled to 0-1, as in the papers; its
-    total is what the sizes of the row's weights add up to (softmax: 1).
+    total is what the sizes of its weights add up to (softmax: 1, less what a class token has).
 
     Args:
         photo: a photo of yours; otherwise one is drawn.
@@ -139,13 +139,11 @@ def title_of(subject: Subject | None, layer: AttentionLayer) -> str:
 
 def panels(layer: AttentionLayer, place: tuple[float, float], heads: int) -> list[Panel]:
     """The maps of the first heads for the patch at ``place``."""
-    token = layer.token_at(*place)
-    maps = layer.heat_map(token)[:heads].cpu().numpy()
-    # Scaled maps look alike, whether the head attends or not.
-    totals = layer.row(token)[:heads].abs().sum(-1).tolist()
+    maps = layer.heat_map(layer.token_at(*place))[:heads].cpu().numpy()
+    # Scaled maps look alike, whether the head attends or not: hence the total.
     return [
-        Panel(f"head {number}", scale(heat), total)
-        for number, (heat, total) in enumerate(zip(maps, totals, strict=True), 1)
+        Panel(f"head {number}", scale(heat), np.abs(heat).sum())
+        for number, heat in enumerate(maps, 1)
     ]
 
 
