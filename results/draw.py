@@ -43,12 +43,17 @@ AVERAGE = "_average_pooling_drop_path_0.1"
 CONTROL = "softpp_without_attention" + AVERAGE
 LANDMARKS = {"stride": ("-", "fixed stride"), "count": ("--", "16 landmarks")}
 MARKERS = dict(zip(NAMES, "osD^vX", strict=True))
-# Lines that lie on each other: a broad one below, then two with gaps.
-PRECISIONS = {
-    "fp32": {"label": "float32", "color": "silver", "lw": 4},
-    "bf16": {"label": "bfloat16", "color": "tab:blue", "ls": "--"},
-    "fp16": {"label": "float16", "color": "tab:red", "ls": ":"},
+# The runs of each attention in float32, bfloat16 and float16, and how they are drawn: as their lines lie on each other,
+# a broad one below, then two with gaps.
+PRECISION_RUNS = {
+    "softpp": ("fp32", "bf16", "fp16"),
+    "soft": ("soft_fp32_stopped", "soft_bf16", "soft_fp16"),
 }
+PRECISION_STYLES = (
+    {"label": "float32", "color": "silver", "lw": 4},
+    {"label": "bfloat16", "color": "tab:blue", "ls": "--"},
+    {"label": "float16", "color": "tab:red", "ls": ":"},
+)
 TASKS = {
     "listops": (FIRST, "ListOps"),
     "lra_image": (SECOND, "image: CIFAR-10 in grey"),
@@ -242,20 +247,12 @@ def draw_precision() -> None:
     """Loss and gradient norm against steps: a row of panels an attention, a line a precision."""
     rows = [row for row in read("ablations_curves", SECOND) if row["kind"] == "train"]
     skipped = {row["run"]: row["skipped_steps"] for row in rows}  # counts all steps until there
-    chosen: dict[str, dict[str, str]] = {}
-    for attention, before in (("softpp", ""), ("soft", "soft_")):
-        for precision in PRECISIONS:
-            # Of a run that was stopped and run again, the one that came to its end.
-            for run in (f"{before}{precision}_stopped", f"{before}{precision}"):
-                if run in skipped:
-                    chosen.setdefault(attention, {})[precision] = run
-    figure = new_figure(10, 1 + 3.5 * len(chosen))
-    grid = figure.subplots(len(chosen), 2, sharex=True, sharey="col", squeeze=False)
-    for panels, (attention, runs) in zip(grid, chosen.items(), strict=True):
+    figure = new_figure(10, 8)
+    grid = figure.subplots(2, 2, sharex=True, sharey="col")
+    for panels, (attention, runs) in zip(grid, PRECISION_RUNS.items(), strict=True):
         for axes, number in zip(panels, ("loss", "grad_norm"), strict=True):
             points = curves(rows, "step", number)
-            for precision, run in runs.items():
-                style = PRECISIONS[precision]
+            for run, style in zip(runs, PRECISION_STYLES, strict=True):
                 stopped = ", stopped" if run.endswith("_stopped") else ""
                 label = f"{style['label']}{stopped}, skipped steps: {skipped[run]}"
                 axes.plot(*zip(*points[run], strict=True), **{**style, "label": label})
@@ -264,8 +261,9 @@ def draw_precision() -> None:
         panels[0].legend(loc="upper right", fontsize=9)
     for axes in grid[-1]:
         axes.set_xlabel("step")
-    drawn = {run for runs in chosen.values() for run in runs.values()}
-    scores = [row for row in read("ablations", SECOND) if row["run"] in drawn]
+    scores = [
+        row for row in read("ablations", SECOND) if row["run"] in sum(PRECISION_RUNS.values(), ())
+    ]
     first = scores[0]
     figure.suptitle(
         f"Precisions, {first['model']}, Tiny-ImageNet-100, seed {first['seed']}, means of up to 10 steps\n"

@@ -4,7 +4,8 @@
 #   results/reproduce.sh table2      Tiny-ImageNet-100: every attention in the Tiny pyramid, as in the papers (softpp, soft, ...)
 #                                    and with average pooling and drop path, which gives 60% (softpp_average, ...); speed
 #   results/reproduce.sh table6      the models of table2 at other picture sizes; trains them where table2 has not
-#   results/reproduce.sh controls    SOFT++ without its attention and without its value convolution, at these sizes
+#   results/reproduce.sh controls    SOFT++ without its attention and without its value convolution, at these sizes;
+#                                    results/README.md has the latter with the EXTRA of ablations, too
 #   results/reproduce.sh ablations   numbers of landmarks, samplers, overlap, Newton steps, starts; results/README.md has the
 #                                    figures of EXTRA="--epochs 6 --warmup-epochs 0.6"
 #   results/reproduce.sh precision   float32, bfloat16, float16: loss, gradient norms, skipped steps (precision_training.csv);
@@ -124,29 +125,28 @@ table6() {
   gather table6_count tiny_imagenet scores_count.csv "${counted[@]}"
 }
 
+# What controls, ablations and precisions vary. A run that diverges is a result: its steps are left out and counted to the end, and
+# the other runs follow.
+VARIANT=(--model softpp_tiny --drop-path 0.1 --max-skipped 1000000 --model-kwargs global_pool=avg)
+
 controls() {
-  local average=(--model softpp_tiny --drop-path 0.1 --model-kwargs global_pool=avg) sizes=(--img-size 128 192 256 384)
-  SOFTFREE=$WITHOUT_ATTENTION tiny without_attention "${average[@]}"
+  local sizes=(--img-size 128 192 256 384)
+  SOFTFREE=$WITHOUT_ATTENTION tiny without_attention "${VARIANT[@]}"
   SOFTFREE=$WITHOUT_ATTENTION score scores.csv without_attention "${sizes[@]}"
-  tiny without_value_conv "${average[@]}" value_convs=0,0,0,0
+  tiny without_value_conv "${VARIANT[@]}" value_convs=0,0,0,0
   score scores.csv without_value_conv "${sizes[@]}"
   gather controls tiny_imagenet scores.csv without_{attention,value_conv}
 }
 
-# What ablations and precisions vary. A run that diverges is a result: its steps are left out and counted to the end, and
-# the other runs follow.
-VARIANT=(--model softpp_tiny --drop-path 0.1 --max-skipped 1000000 --model-kwargs global_pool=avg)
-
 ablations() {
   # At 128 x 128 the papers' strides leave 16 windows; these leave 64, as many as are asked for at most.
   local fine=strides=4,2,1,1 count sampler steps start name
-  local names=(count_{16,36,49,64} sampler_{average,random,first} no_{overlap,value_conv} steps_{5,10,20,40} start_{scaled,halving})
+  local names=(count_{16,36,49,64} sampler_{average,random,first} no_overlap steps_{5,10,20,40} start_{scaled,halving})
   for count in 16 36 49 64; do tiny "count_$count" "${VARIANT[@]}" $fine "landmarks=conv:$count"; done
   for sampler in average random first; do
     tiny "sampler_$sampler" "${VARIANT[@]}" $fine "landmarks=$sampler:49"
   done
   tiny no_overlap "${VARIANT[@]}" overlap=False
-  tiny no_value_conv "${VARIANT[@]}" value_convs=0,0,0,0
   for steps in 5 10 20 40; do tiny "steps_$steps" "${VARIANT[@]}" "iterations=$steps"; done
   for start in scaled halving; do tiny "start_$start" "${VARIANT[@]}" "start=$start"; done
   for name in "${names[@]}"; do score scores.csv "$name"; done
