@@ -29,6 +29,15 @@ COMMANDS = {
     "train": "Train a model: from a laptop to a cluster, with checkpoints, logs and resume.",
     "validate": "Score a trained model: accuracy, average precision or mIoU, at any image size.",
 }
+# Flags of earlier versions, by command or by command and subcommand, and what to write instead.
+RENAMED = {
+    "benchmark attention": {"--dim": "--head-dim"},
+    "benchmark memory": {"--heads": "--num-heads"},
+    "demo": {"--image": "the photo itself: softfree demo PHOTO"},
+    "figure convergence": {"--steps": "--iterations"},
+    "figure resolution": {"--checkpoints": "--checkpoint", "--sizes": "--img-size"},
+    "figure spectrum": {"--sizes": "--img-size"},
+}
 USAGE_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -46,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         return _fail(_unknown(name))
+    if renamed := _renamed(arguments):
+        return _fail(renamed)
     try:
         # Inside the try: the import takes seconds in which a user may press Ctrl-C.
         command = _load(name, own_process=argv is None)
@@ -120,6 +131,18 @@ def _unknown(name: str) -> str:
     kind = "option" if name.startswith("-") else "command"
     advice = f"did you mean '{nearest[0]}'?" if nearest else "try `softfree --help`"
     return f"there is no {kind} '{name}'; {advice}"
+
+
+def _renamed(arguments: Sequence[str]) -> str:
+    """What to write instead of the first flag of an earlier version; "" where there is none."""
+    for command in (arguments[0], " ".join(arguments[:2])):
+        new_names = RENAMED.get(command, {})
+        for argument in arguments[1:]:
+            # The parser takes --img_size for --img-size, too.
+            flag = argument.partition("=")[0].replace("_", "-")
+            if flag in new_names:
+                return f"{flag} of `softfree {command}` is now {new_names[flag]}"
+    return ""
 
 
 def _fail(message: str) -> int:

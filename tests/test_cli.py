@@ -86,6 +86,39 @@ def test_command_gets_the_remaining_arguments_and_gives_the_exit_code(command):
     assert seen == [["a", "--b"]]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "new"),
+    [
+        (
+            "figure resolution --checkpoints A/best",
+            "`softfree figure resolution` is now --checkpoint",
+        ),
+        ("figure spectrum photo.jpg --sizes=64", "is now --img-size"),
+        ("demo --image photo.jpg", "is now the photo itself: softfree demo PHOTO"),
+    ],
+)
+def test_a_flag_of_an_earlier_version_names_its_successor(arguments, new, capsys):
+    assert softfree_cli.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("softfree: error: --") and new in error and error.count("\n") == 1
+
+
+def test_the_parsers_other_spelling_of_an_earlier_flag_is_known_too(monkeypatch, capsys):
+    monkeypatch.setitem(softfree_cli.RENAMED, "models", {"--old-name": "--new-name"})
+    assert softfree_cli.main(["models", "--old_name=3"]) == 2
+    assert "--old-name of `softfree models` is now --new-name" in capsys.readouterr().err
+
+
+def test_only_commands_that_there_are_have_earlier_flags_and_no_longer_take_them(capsys):
+    for command, flags in softfree_cli.RENAMED.items():
+        with pytest.raises(SystemExit):
+            softfree_cli.main([*command.split(), "--help"])
+        said = capsys.readouterr().out
+        for old, new in flags.items():
+            assert f"{old} " not in said, (command, old)
+            assert not new.startswith("--") or f"{new} " in said, (command, new)
+
+
 @pytest.mark.parametrize("error", [ValueError, FileNotFoundError])
 def test_bad_input_is_one_line_and_exit_code_2(error, command, capsys, monkeypatch):
     monkeypatch.delenv("SOFTFREE_TRACEBACK", raising=False)

@@ -38,7 +38,7 @@ DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 def attention(
     tokens: tuple[int, ...] = (),
     heads_times_batch: tuple[int, ...] = (),
-    dim: int = 32,
+    head_dim: int = 32,
     landmarks: int = 49,
     dtype: str = "auto",
     device: str = "auto",
@@ -57,7 +57,7 @@ def attention(
     Args:
         tokens: numbers of tokens; otherwise 784 3136 16384 on a CPU, 196 784 3136 65536 on a GPU.
         heads_times_batch: batch times heads, one number, or one for each of --tokens.
-        dim: channels of a head.
+        head_dim: channels of a head.
         landmarks: landmarks of our attentions.
         dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
@@ -76,7 +76,7 @@ def attention(
     check_positive("--seconds", seconds)
     check_output("--csv", csv)
     check_figure("--plot", plot)
-    shapes = pair_shapes(tokens, heads_times_batch, dim, landmarks, where.type)
+    shapes = pair_shapes(tokens, heads_times_batch, head_dim, landmarks, where.type)
 
     console = Console(highlight=False)
     costs: list[Cost] = []
@@ -89,7 +89,7 @@ def attention(
         ):  # fmt: skip
             costs += group
     measured_in = describe_environment(where)
-    title = f"Attention: {dim} channels a head, {landmarks} landmarks, {chosen}"
+    title = f"Attention: {head_dim} channels a head, {landmarks} landmarks, {chosen}"
     heading(console, title, measured_in, threads=where.type == "cpu")
     print_costs(console, costs, where, bandwidth, backward)
     save_rows(csv, [dataclasses.asdict(cost) for cost in costs], measured_in)
@@ -116,7 +116,7 @@ def pair_shapes(
             f"--heads-times-batch must be one number or one for each of the {len(tokens)} numbers of "
             f"tokens, got {len(heads)}"
         )
-    named = {"--heads-times-batch": heads, "--dim": [dim], "--landmarks": [landmarks]}
+    named = {"--heads-times-batch": heads, "--head-dim": [dim], "--landmarks": [landmarks]}
     for option, values in named.items():
         check_positive(option, min(values))
     if min(tokens) < landmarks:

@@ -71,7 +71,7 @@ def memory(
     tokens: tuple[int, ...] = LENGTHS,
     batch_size: int = 1,
     dim: int | None = None,
-    heads: int | None = None,
+    num_heads: int | None = None,
     dtype: str = "auto",
     device: str = "auto",
     csv: Path | None = None,
@@ -87,7 +87,7 @@ def memory(
         tokens: numbers of tokens.
         batch_size: sequences at a time.
         dim: channels; otherwise 384 on a GPU, 64 on a CPU.
-        heads: heads; otherwise 12 on a GPU, 2 on a CPU.
+        num_heads: heads; otherwise 12 on a GPU, 2 on a CPU.
         dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         csv: write the figures to this file, with date, device and versions in every row.
@@ -99,10 +99,10 @@ def memory(
         raise ValueError("--tokens needs at least one number")
     channels, count = (
         given if given is not None else preset
-        for given, preset in zip((dim, heads), DEFAULT_SIZE[where.type], strict=True)
+        for given, preset in zip((dim, num_heads), DEFAULT_SIZE[where.type], strict=True)
     )
     named = {"--tokens": min(tokens), "--batch-size": batch_size, "--dim": channels}
-    for option, value in {**named, "--heads": count}.items():
+    for option, value in {**named, "--num-heads": count}.items():
         check_positive(option, value)
     chosen = DEFAULT_DTYPE[where.type] if dtype == "auto" else dtype
     check_choices("--dtype", [chosen], DTYPES)

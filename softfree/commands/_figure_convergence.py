@@ -32,7 +32,7 @@ def convergence(
     model: str | None = None,
     data_dir: Path | None = None,
     images: int = 100,
-    steps: int = 35,
+    iterations: int = 35,
     img_size: int | None = None,
     output: Path = Path("convergence.png"),
     device: str = "auto",
@@ -44,14 +44,14 @@ def convergence(
         model: name of a fresh model with random weights, see `softfree models`.
         data_dir: a folder of photos, with its subfolders; otherwise parts of a drawn picture.
         images: at most so many photos, taken evenly from the folder.
-        steps: Newton steps to follow.
+        iterations: Newton steps to follow.
         img_size: side of the square the model sees; otherwise that of its training.
         output: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
     check_figure("--output", output)
     check_img_size(img_size)
-    for option, value in (("--images", images), ("--steps", steps)):
+    for option, value in (("--images", images), ("--iterations", iterations)):
         check_positive(option, value)
     where = choose_device(device)
     paths = None if data_dir is None else find_photos(data_dir, images)
@@ -60,7 +60,7 @@ def convergence(
     pictures = drawn_parts(count) if paths is None else map(load_photo, paths)
     views = as_inputs(pictures, subject, img_size)
     progress = track(views, "images", count, console=Console(stderr=True), transient=True)
-    curves = residual_curves(subject.model, progress, steps)
+    curves = residual_curves(subject.model, progress, iterations)
     taken = {m.iterations for m in subject.model.modules() if isinstance(m, SoftAttention)}
     what = f"{count} {'parts of a drawn picture' if paths is None else 'photos'}"
     save_figure(draw(curves, taken, f"{subject.title}, {what}"), output)

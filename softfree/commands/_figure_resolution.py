@@ -22,10 +22,10 @@ MARKERS = "os^Dv"
 
 
 def resolution(
-    checkpoints: tuple[Path, ...],
+    checkpoint: tuple[Path, ...],
     data_dir: str | None = None,
     dataset: str = "",
-    sizes: tuple[int, ...] = (224, 288, 384, 448, 512),
+    img_size: tuple[int, ...] = (224, 288, 384, 448, 512),
     batch_size: int = 64,
     workers: int = WORKERS,
     output: Path = Path("resolution.png"),
@@ -34,10 +34,10 @@ def resolution(
     """Draw the accuracy of classifiers against the size of the images (Table 6).
 
     Args:
-        checkpoints: folders that `softfree train` wrote, such as A/best B/best.
+        checkpoint: one or several folders that `softfree train` wrote, such as A/best B/best.
         data_dir: folder with train/ and val/; otherwise what each checkpoint was trained on.
         dataset: a data set as timm names it, in --data-dir.
-        sizes: sides of the images.
+        img_size: sides of the images.
         batch_size: images at a time.
         workers: processes that load images.
         output: the file to write: .png, .svg or .pdf.
@@ -50,14 +50,14 @@ def resolution(
     check_figure("--output", output)
     check_positive("--batch-size", batch_size)
     check_workers(workers)
-    if not sizes or min(sizes) < NARROWEST:
+    if not img_size or min(img_size) < NARROWEST:
         raise ValueError(
-            f"--sizes must each be at least {NARROWEST}, got {' '.join(map(str, sizes))}"
+            f"--img-size must each be at least {NARROWEST}, got {' '.join(map(str, img_size))}"
         )
     curves: dict[str, list[tuple[int, float]]] = {}
     trained: dict[str, int] = {}
     with join_processes(device) as processes:
-        for path in checkpoints:
+        for path in checkpoint:
             given = (data_dir, dataset) if data_dir is not None or dataset else trained_on(path)
             data = load_images(given[0], dataset=given[1])
             network, metadata = load_network(path, "", data.class_names, processes.device, {})
@@ -70,7 +70,7 @@ def resolution(
                         network, metadata, data.val, size, batch_size, workers, "auto", processes
                     )["top1"],
                 )
-                for size in sorted(set(sizes))
+                for size in sorted(set(img_size))
             ]
         if processes.main:
             print_table(curves)

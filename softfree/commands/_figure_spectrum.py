@@ -12,10 +12,11 @@ from rich.progress import track
 from softfree.analysis.capture import SoftLayer, capture_attention
 from softfree.analysis.spectrum import SpectralNorms, spectral_norms
 from softfree.commands._common import NARROWEST, check_figure, new_figure, save_figure
-from softfree.commands._figure_common import Photo, check_img_size, load_photo, load_subject, look
+from softfree.commands._figure_common import Photo, load_photo, load_subject, look
 from softfree.training.devices import choose_device
 
 LEAST = 1e-16
+SIZES = (224, 320, 416, 512, 640)
 
 
 def spectrum(
@@ -23,8 +24,7 @@ def spectrum(
     /,
     checkpoint: Path | None = None,
     model: str | None = None,
-    img_size: int | None = None,
-    sizes: tuple[int, ...] = (224, 320, 416, 512, 640),
+    img_size: tuple[int, ...] = (),
     output: Path = Path("spectrum.png"),
     device: str = "auto",
 ) -> int:
@@ -34,25 +34,27 @@ def spectrum(
         photo: a photo of yours; otherwise one is drawn.
         checkpoint: folder that `softfree train` wrote, such as OUT/best.
         model: name of a fresh model with random weights, see `softfree models`.
-        img_size: side of the square behind the eigenvalues; otherwise that of the training.
-        sizes: sides of the squares behind the spectral norms: larger ones have more landmarks.
+        img_size: two or more sides of the squares behind the spectral norms, for larger ones have more
+            landmarks; the first is also behind the eigenvalues. Otherwise 224 320 416 512 640, and the
+            training's for the eigenvalues.
         output: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
     check_figure("--output", output)
-    check_img_size(img_size)
-    if len(sizes) < 2 or min(sizes) < NARROWEST:
-        raise ValueError(
-            f"--sizes must be two or more, each at least {NARROWEST}, got {' '.join(map(str, sizes))}"
-        )
+    if img_size and (len(img_size) < 2 or min(img_size) < NARROWEST):
+        given = " ".join(map(str, img_size))
+        raise ValueError(f"--img-size must be two or more, each at least {NARROWEST}, got {given}")
     where = choose_device(device)
     picture = load_photo(photo)
     subject = load_subject(checkpoint, model, where)
-    captured = capture_attention(subject.model, look(picture, subject, img_size).pixels)
+    first = img_size[0] if img_size else None
+    captured = capture_attention(subject.model, look(picture, subject, first).pixels)
     if not captured.soft_layers:
         raise ValueError(f"{subject.title} has no softmax-free layer, and so no matrix A")
     norms: dict[int, list[SpectralNorms]] = {}
-    progress = track(sorted(set(sizes)), "sizes", console=Console(stderr=True), transient=True)
+    progress = track(
+        sorted(set(img_size or SIZES)), "sizes", console=Console(stderr=True), transient=True
+    )
     for side in progress:
         found = capture_attention(subject.model, look(picture, subject, side).pixels)
         last_blocks = [found.layer(stage) for stage in found.stages]

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import timm
@@ -19,7 +18,7 @@ from rich.table import Table
 import softfree
 from softfree.analysis import count_macs, count_parameters, peak_extra_memory, time_call
 from softfree.analysis.measure import synchronize
-from softfree.commands._figure_common import load_photo
+from softfree.commands._figure_common import Photo, load_photo
 from softfree.models.checks import check_model_name
 from softfree.training.devices import choose_device
 
@@ -43,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def demo(
-    image: Path | None = None,
+    photo: Photo = None,
+    /,
     model: str = "softpp_tiny",
     device: str = "auto",
     max_tokens: int = SIDES[-1] ** 2,
@@ -51,19 +51,19 @@ def demo(
     """Show what the package does on this machine.
 
     Args:
-        image: a picture of yours; otherwise one is drawn.
+        photo: a photo of yours; otherwise one is drawn.
         model: name of a backbone, see `softfree models`.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         max_tokens: leave out longer inputs of the race.
     """
     console = Console(highlight=False)
     chosen = choose_device(device)
-    show_backbone(console, model, load_photo(image), chosen, drawn=image is None)
+    show_backbone(console, model, load_photo(photo), chosen, drawn=photo is None)
     race(console, chosen, [side for side in SIDES if side**2 <= max_tokens])
     console.print(
         "\n[bold]Next[/]\n"
         "  softfree models                     all backbones, with the papers' figures\n"
-        "  softfree demo --image PICTURE.jpg   the same with a picture of yours\n"
+        "  softfree demo PHOTO.jpg              the same with a photo of yours\n"
         "and README.md: the operator and the backbones in a few lines of Python.\n"
         "If the shell finds no softfree: source .venv/bin/activate"
     )

@@ -20,8 +20,8 @@ from softfree.commands import (
     benchmark,
 )
 
-TINY = ["--device", "cpu", "--tokens", "20", "33", "--heads-times-batch", "1", "2", "--dim", "8"]
-TINY += ["--landmarks", "5", "--seconds", "0.001"]
+TINY = ["--device", "cpu", "--tokens", "20", "33", "--heads-times-batch", "1", "2"]
+TINY += ["--head-dim", "8", "--landmarks", "5", "--seconds", "0.001"]
 MACHINE = {"date", "device", "threads", "python", "torch", "triton", "timm", "softfree"}
 
 
@@ -185,7 +185,7 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
         (["attention", "--seconds", "0"], "--seconds must be above 0, got 0"),
         (["attention", "--tokens", "784", "3"], "the number of landmarks, 49, got 3"),
         (["attention", "--landmarks", "0"], "--landmarks must be above 0, got 0"),
-        (["attention", "--dim", "-4"], "--dim must be above 0, got -4"),
+        (["attention", "--head-dim", "-4"], "--head-dim must be above 0, got -4"),
         (
             ["attention", "--tokens", "99", "--heads-times-batch", "1", "2"],
             "one for each of the 1 numbers of tokens, got 2",

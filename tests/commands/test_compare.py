@@ -139,7 +139,7 @@ def test_mistakes_are_named_before_anything_is_trained(options, message, capsys,
     assert not (tmp_path / "out").exists()
 
 
-TINY = ["--device", "cpu", "--dim", "16", "--heads", "2", "--tokens", "64", "128"]
+TINY = ["--device", "cpu", "--dim", "16", "--num-heads", "2", "--tokens", "64", "128"]
 
 
 def test_memory_of_every_attention_reaches_table_csv_and_plot(tmp_path, capsys):
@@ -218,7 +218,7 @@ def test_mistakes_point_to_the_help_of_their_benchmark(capsys):
     [
         (["memory", "--attentions", "none"], "--attentions must be one of soft"),
         (["memory", "--tokens", "0"], "--tokens must be above 0"),
-        (["memory", "--heads", "0"], "--heads must be above 0"),
+        (["memory", "--num-heads", "0"], "--num-heads must be above 0"),
         (["throughput", "--attentions", "reformer"], "--attentions must be one of softmax"),
         (["throughput", "--model", "resnet18"], "--model must be one of `softfree models`"),
         (["throughput", "--model-kwargs", "attention=soft"], "--attentions names them"),

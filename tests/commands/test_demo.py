@@ -25,20 +25,20 @@ def test_demo_shows_four_maps_and_the_race(capsys):
 
 def test_a_picture_of_ones_own_is_used(tmp_path, capsys):
     Image.new("L", (90, 70)).save(tmp_path / "grey.png")
-    arguments = ["--image", str(tmp_path / "grey.png"), "--device", "cpu", "--max-tokens", "784"]
+    arguments = [str(tmp_path / "grey.png"), "--device", "cpu", "--max-tokens", "784"]
     assert demo.main(arguments) == 0
     assert "yours: 90 x 70" in capsys.readouterr().out
 
 
 def test_missing_picture_is_named():
     with pytest.raises(FileNotFoundError, match=r"no photo at nowhere\.png"):
-        demo.main(["--image", "nowhere.png"])
+        demo.main(["nowhere.png"])
 
 
 def test_file_that_is_no_picture_is_named(tmp_path):
     (tmp_path / "notes.png").write_text("not a picture")
     with pytest.raises(ValueError, match=r"notes\.png can't be read as a photo"):
-        demo.main(["--image", str(tmp_path / "notes.png")])
+        demo.main([str(tmp_path / "notes.png")])
 
 
 def test_unknown_model_and_device_are_refused():

@@ -85,7 +85,7 @@ def test_a_map_is_painted_in_flat_squares_over_the_photo():
 
 def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_path):
     output = tmp_path / "out" / "convergence.svg"
-    given = ("--checkpoint", checkpoint, "--steps", 6, "--output", output)
+    given = ("--checkpoint", checkpoint, "--iterations", 6, "--output", output)
     assert run("convergence", *given, "--data-dir", photo.parent) == 0
     text = output.read_text()
     assert text.startswith("<?xml")
@@ -95,7 +95,7 @@ def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_pat
 
 def test_the_spectrum_is_drawn(checkpoint, photo, tmp_path):
     output = tmp_path / "spectrum.png"
-    given = ("--checkpoint", checkpoint, "--sizes", 64, 96, "--output", output)
+    given = ("--checkpoint", checkpoint, "--img-size", 64, 96, "--output", output)
     assert run("spectrum", *given) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
 
@@ -103,8 +103,8 @@ def test_the_spectrum_is_drawn(checkpoint, photo, tmp_path):
 def test_accuracy_against_size_is_drawn_and_printed(checkpoint, tmp_path, capsys):
     output = tmp_path / "resolution.png"
     other = classifier_checkpoint(tmp_path / "other" / "best", landmarks="conv:4")
-    given = ("--sizes", 32, 48, "--workers", 0, "--device", "cpu", "--output", output)
-    assert run("resolution", "--checkpoints", checkpoint, other, *given) == 0
+    given = ("--img-size", 32, 48, "--workers", 0, "--device", "cpu", "--output", output)
+    assert run("resolution", "--checkpoint", checkpoint, other, *given) == 0
     out = capsys.readouterr().out
     assert "run/best (softpp_tiny)" in out and "other/best (softpp_tiny)" in out
     assert "32²" in out and "48²" in out and output.is_file()
@@ -121,8 +121,8 @@ def test_wrong_arguments_are_refused(tmp_path, photo, capsys):
         (["heatmap", "--heads", 0], "--heads must be above 0"),
         (["heatmap", "--attention", "sotfmax"], "attention must be one of"),
         (["convergence", "--data-dir", tmp_path / "none"], "is no folder"),
-        (["spectrum", "--sizes", 64], "--sizes must be two or more"),
-        (["resolution", "--checkpoints", tmp_path / "none"], "none"),
+        (["spectrum", "--img-size", 64], "--img-size must be two or more"),
+        (["resolution", "--checkpoint", tmp_path / "none"], "none"),
     ):
         assert run(*arguments) == 2, arguments
         assert message in capsys.readouterr().err
