@@ -178,7 +178,7 @@ def test_torchrun_starts_the_command(folders, tmp_path):
     ]
     command += ["-m", "softfree", "train", "classification", "--data-dir", str(folders)]
     output = tmp_path / "out"
-    subprocess.run([*command, "--output", str(output), *SHORT], check=True, timeout=90)
+    subprocess.run([*command, "--output", str(output), *SHORT], check=True, timeout=600)
     assert len(rows(output / "train.csv")) == 2  # 16 pictures in steps of 2 x 4
     assert rows(output / "eval.csv")[0]["samples"] == "6"
 

@@ -184,7 +184,7 @@ def test_data_parallel_training_finds_no_unused_parameters(monkeypatch, tmp_path
     context = mp.spawn(_distributed_step, arguments, nprocs=2, join=False)
     try:
         for _ in range(2):  # each call ends with the first process that does
-            if context.join(timeout=150):
+            if context.join(timeout=600):
                 break
         else:
             pytest.fail("the two processes did not end")

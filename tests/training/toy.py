@@ -1,18 +1,19 @@
 """A task that trains in a second, and a program to run it in a process of its own.
 
 python tests/training/toy.py OUTPUT [--name value ...]      one run; names are fields of the settings
-python tests/training/toy.py --kill-often OUTPUT            a run killed again and again, to its end
+python tests/training/toy.py --kill-often OUTPUT            a run killed at chosen points until it is done
 """
 
 import ast
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import random
 import signal
+import stat
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,16 @@ SAMPLES, EVAL_SAMPLES, FEATURES, CLASSES = 50, 11, 6, 3
 class Points:
     """Random points with labels; training adds noise from all three generators."""
 
-    def __init__(self, count: int, noise: float, delay: float = 0.0):
+    def __init__(self, count: int, noise: float):
         generator = torch.Generator().manual_seed(count)
         self.x = torch.randn(count, FEATURES, generator=generator)
         self.y = self.x[:, :CLASSES].argmax(1)
-        self.noise, self.delay = noise, delay
+        self.noise = noise
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        time.sleep(self.delay)
         noise = random.random() + np.random.rand() + torch.rand(FEATURES)
         return self.x[index] + self.noise * noise, self.y[index]
 
@@ -67,13 +67,14 @@ class Toy(Task):
         self,
         norm: bool = True,
         dropout: float = 0.1,
-        delay: float = 0.0,
         stop_at: int = 0,
+        stop: str = "process",
         kill_at: int = 0,
     ):
-        """``stop_at``: the call of train_step that sends SIGTERM; ``kill_at``: SIGKILL, once, in rank 1."""
-        self.stop_at, self.kill_at, self.calls = stop_at, kill_at, 0
-        self.train_data = Points(SAMPLES, noise=0.1, delay=delay)
+        """``stop_at``: the call of train_step that sends SIGTERM to this process, its group or its parent
+        (``stop``); ``kill_at``: the one that kills rank 1, once."""
+        self.stop_at, self.stop, self.kill_at, self.calls = stop_at, stop, kill_at, 0
+        self.train_data = Points(SAMPLES, noise=0.1)
         self.eval_data = Points(EVAL_SAMPLES, noise=0.0)
         self.norm, self.dropout = norm, dropout
 
@@ -83,8 +84,11 @@ class Toy(Task):
     def train_step(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         x, y = batch
         self.calls += 1
+        sys.audit("toy.step")
         if self.calls == self.stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            # For os.kill, 0 is the group of this process.
+            target = {"process": os.getpid(), "group": 0, "parent": os.getppid()}[self.stop]
+            os.kill(target, signal.SIGTERM)
         first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if self.calls == self.kill_at and first_life and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -115,31 +119,48 @@ def run_toy(output: Path, task: Task | None = None, **changes: Any) -> Outcome:
     return train(task or Toy(**changes), *settings, settings_json="{}\n")
 
 
-def kill_often(output: Path, kills: int = 24) -> None:
-    """Start the run, kill it at a random moment, go on; print how it went as JSON.
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "toy.fsync"}
 
-    Two of three kills wait for a moment of writing: files half written, or between the two renames.
+
+def kill_at_point(number: int, output: Path) -> None:
+    """Kill this process at the ``number``-th point it reaches: a step, or an access to a file of ``output``."""
+    points = itertools.count(1)
+    fsync = os.fsync
+
+    def reached(event: str, arguments: tuple) -> None:
+        within = event == "open" and str(arguments[0]).startswith(str(output))
+        if (within or event == "toy.step" or event in WRITES) and next(points) == number:
+            if event == "toy.fsync":  # a file of which only a half was written
+                os.truncate(arguments[0], os.fstat(arguments[0]).st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def announced_fsync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            sys.audit("toy.fsync", descriptor)
+        fsync(descriptor)
+
+    os.fsync = announced_fsync
+    sys.addaudithook(reached)  # called before each access
+
+
+def kill_often(output: Path) -> None:
+    """Kill the run at its first point, go on and kill it at the second, and so on until a run ends by itself.
+
+    Prints as JSON how many lives it took and what the kills left beside ``output / "last"``.
     """
-    random.seed(0)
-    during_write = 0
-    attempts = 0
-    while True:
-        attempts += 1
+    left = []
+    for life in itertools.count(1):
         child = os.fork()
         if child == 0:
-            run_toy(output, delay=0.001, save_every="3", resume="auto", model_ema=True, epochs=10)
+            kill_at_point(life, output)
+            run_toy(output, save_every="3", resume="auto", model_ema=True)
             os._exit(0)
-        if attempts <= kills:
-            watched = (None, output / ".last.new", output / ".last.old")[attempts % 3]
-            deadline = time.monotonic() + random.uniform(0.05, 0.5)
-            while time.monotonic() < deadline and not (watched and watched.exists()):
-                pass
-            os.kill(child, signal.SIGKILL)
-            during_write += any((output / name).exists() for name in (".last.new", ".last.old"))
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
             break
-    print(json.dumps({"attempts": attempts, "during_write": during_write, "status": status}))
+        names = ("last", ".last.new", ".last.old")
+        left.append([name for name in names if (output / name).exists()])
+    print(json.dumps({"lives": life, "left": left, "status": status}))
 
 
 def main() -> int:
