@@ -11,6 +11,7 @@ small calls slower by a factor of a hundred.
 
 import argparse
 import datetime
+import functools
 import os
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def check(tokens: int, kind: str) -> float:
     results = []
     for dtype, backend in ((torch.float32, "auto"), (torch.float64, "reference")):
         inputs = [t.detach().to(dtype, copy=True).requires_grad_() for t in (q, v, landmarks)]
-        out = softfree.soft_attention(*inputs, backend=backend)
+        out = softfree.soft_attention(inputs[0], None, *inputs[1:], backend=backend)
         out.backward(grad.to(dtype))
         results.append([out.detach(), *(t.grad for t in inputs)])
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
@@ -82,7 +83,7 @@ def forward_figure(tokens: int, kind: str, bar: float, budget: float) -> Figure:
     q, k, v, landmarks = make_inputs(tokens, kind)
     soft, softmax = time_in_turn(
         [
-            lambda: softfree.soft_attention(q, v, landmarks),
+            lambda: softfree.soft_attention(q, None, v, landmarks),
             lambda: F.scaled_dot_product_attention(q, k, v),
         ],
         budget,
@@ -97,7 +98,7 @@ def backward_figure(tokens: int, kind: str, bar: float, budget: float) -> Figure
     grad = torch.randn_like(v)
 
     def soft_step() -> None:
-        torch.autograd.grad(softfree.soft_attention(q, v, landmarks), (q, v, landmarks), grad)
+        torch.autograd.grad(softfree.soft_attention(q, None, v, landmarks), (q, v, landmarks), grad)
 
     def softmax_step() -> None:
         torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), grad)
@@ -111,7 +112,7 @@ def backward_figure(tokens: int, kind: str, bar: float, budget: float) -> Figure
 
 def memory_figure(tokens: int, kind: str, bar: float) -> Figure:
     q, _, v, landmarks = make_inputs(tokens, kind)
-    held = peak_extra_memory(lambda: softfree.soft_attention(q, v, landmarks)) / 2**20
+    held = peak_extra_memory(lambda: softfree.soft_attention(q, None, v, landmarks)) / 2**20
     return Figure("extra memory", kind, f"{tokens:,}", None, None, held, "MiB", bar, False)
 
 
@@ -119,7 +120,7 @@ def growth_figure(short: int, long: int, kind: str, bar: float, budget: float) -
     calls = []
     for tokens in (short, long):
         q, _, v, landmarks = make_inputs(tokens, kind)
-        calls.append(lambda q=q, v=v, landmarks=landmarks: softfree.soft_attention(q, v, landmarks))
+        calls.append(functools.partial(softfree.soft_attention, q, None, v, landmarks))
     first, last = time_in_turn(calls, budget)
     return Figure(
         "time / tokens", kind, f"{short // 1024}k to {long // 1024}k", 1e3 * last, None,

@@ -21,7 +21,7 @@ from softfree_cli import main
 def leave_attention_out() -> None:
     """Make every layer of SOFT and SOFT++ in this process add nothing to the convolution of its values."""
 
-    def nothing(q: Tensor, v: Tensor, landmarks: Tensor, **options: Any) -> Tensor:
+    def nothing(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, **options: Any) -> Tensor:
         return torch.zeros_like(v)
 
     attention.soft_attention = nothing

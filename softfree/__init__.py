@@ -1,6 +1,6 @@
 """softfree: softmax-free attention (SOFT, SOFT++) for PyTorch, and the backbones built on it.
 
-y = softfree.soft_attention(q, v, landmarks)               # the operator
+y = softfree.soft_attention(q, None, v, landmarks)         # the operator
 model = timm.create_model("softpp_tiny")                   # the backbones, registered by this import
 model = softfree.detection.mask_rcnn("softpp_tiny", ...)   # dense prediction: also softfree.segmentation
 """

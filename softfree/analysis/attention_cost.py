@@ -122,7 +122,8 @@ def attend(attention: str, backend: str, inputs: Inputs) -> tuple[Tensor, tuple[
         used = (inputs.q, inputs.k, inputs.v)
         return F.scaled_dot_product_attention(*used), used
     used = (inputs.q, inputs.v, inputs.landmarks)
-    return soft_attention(*used, backend=backend, **OURS[attention]), used
+    q, v, landmarks = used
+    return soft_attention(q, None, v, landmarks, backend=backend, **OURS[attention]), used
 
 
 def largest_error(

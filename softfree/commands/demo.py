@@ -126,7 +126,7 @@ def race(console: Console, device: torch.device, sides: Sequence[int]) -> None:
             report(f"{tokens:,} tokens: softmax-free attention")
             q, k, v = torch.randn(3, 1, HEADS, tokens, HEAD_DIM, device=device)
             landmarks = pool(q, side)
-            soft = measure(lambda: softfree.soft_attention(q, v, landmarks), device)  # noqa: B023
+            soft = measure(lambda: softfree.soft_attention(q, None, v, landmarks), device)  # noqa: B023
             expected = 0.0
             if rows:
                 expected = rows[-1][2].seconds * (tokens / rows[-1][0]) ** 2

@@ -155,9 +155,9 @@ class SoftAttention(nn.Module):
             queries = queries.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         out = soft_attention(
             queries,
+            keys,
             values,
             landmarks.to(values.dtype),
-            k=None if context is None else keys,
             key_mask=mask,
             landmark_mask=landmark_mask,
             normalize=self.normalize,

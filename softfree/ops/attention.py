@@ -21,20 +21,25 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+# The default of what must be given, so that a call with too few tensors is met by our own words.
+REQUIRED: Any = None
+CALL = "soft_attention(q, k, v, landmarks), or with k=None where the queries are the keys"
+
+
 def soft_attention(
     q: Tensor,
-    v: Tensor,
-    landmarks: Tensor,
+    k: Tensor | None = REQUIRED,
+    v: Tensor = REQUIRED,
+    landmarks: Tensor = REQUIRED,
     *,
-    k: Tensor | None = None,
     key_mask: Tensor | None = None,
+    landmark_mask: Tensor | None = None,
     scale: float | None = None,
     normalize: bool = True,
     iterations: int = 20,
     start: str = "halving",
     ridge: float = 0.0,
     backend: str = "auto",
-    landmark_mask: Tensor | None = None,
 ) -> Tensor:
     r"""Softmax-free attention through landmarks, linear in the number of tokens.
 
@@ -48,10 +53,13 @@ def soft_attention(
     Args:
         q: queries, (batch, heads, n_q, d); float16, bfloat16, float32 or float64. Scores, exponentials,
             sums and the inverse are computed in float32 (float64 for float64) whatever the dtype.
+        k: keys, (batch, heads, n_k, d). None or ``q`` itself: the queries are the keys (the papers'
+            ``W_q = W_k``), which is faster than equal keys of their own.
         v: values, (batch, heads, n_k, d_v).
-        landmarks: (batch, heads, m, d), usually pooled from ``q``.
-        k: keys, (batch, heads, n_k, d). None: the queries are the keys (the papers' ``W_q = W_k``).
+        landmarks: (batch, heads, m, d), usually pooled from the keys.
         key_mask: (batch, n_k) bool, True for the keys that take part.
+        landmark_mask: (batch, m) bool, True for the landmarks that take part; for padded sequences,
+            where some pooling windows are empty.
         scale: factor of the squared distances; None: ``1 / sqrt(d)``.
         normalize: True for SOFT++, False for SOFT.
         iterations: Newton steps of the inverse. Fewer steps cut off more small eigenvalues.
@@ -60,8 +68,6 @@ def soft_attention(
         backend: ``"auto"``, fused Triton kernels on a CUDA device where they take the input, else
             ``"torch"`` (any device, bounded memory); ``"triton"`` insists on the kernels and says why they
             can't; ``"reference"``, the definition, for tests.
-        landmark_mask: (batch, m) bool, True for the landmarks that take part; for padded sequences,
-            where some pooling windows are empty.
 
     Returns:
         (batch, heads, n_q, d_v) of ``q``'s dtype. Merging its heads with
@@ -75,9 +81,10 @@ def soft_attention(
         >>> import torch, softfree
         >>> q, v = torch.randn(2, 1, 4, 1024, 32)         # 1 image, 4 heads, 1024 tokens of 32 channels
         >>> landmarks = q.unflatten(2, (64, 16)).mean(3)  # 64 landmarks, each the mean of 16 tokens
-        >>> softfree.soft_attention(q, v, landmarks).shape
+        >>> softfree.soft_attention(q, None, v, landmarks).shape
         torch.Size([1, 4, 1024, 32])
     """
+    k = None if k is q else k
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     q, v, landmarks = (_autocast(t, device) for t in (q, v, landmarks))
     k = None if k is None else _autocast(k, device)
@@ -173,7 +180,10 @@ def _check_tensors(
         named["k"] = k
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            raise TypeError(
+                f"{name} must be a tensor, got {type(tensor).__name__}"
+                + (f"; call {CALL}" if tensor is None else "")
+            )
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must have shape (batch, heads, tokens, channels), got {tuple(tensor.shape)}"

@@ -44,7 +44,7 @@ def image_attention(
     start: str,
     ridge: float,
 ) -> Tensor:
-    """``proj(share * soft_attention(q, v, landmarks) + value_conv(v))``, ``q, v = qv(x)``.
+    """``proj(share * soft_attention(q, None, v, landmarks) + value_conv(v))``, ``q, v = qv(x)``.
 
     Args:
         x: (batch, n, channels); see :func:`fits`.

@@ -38,7 +38,7 @@ def test_peak_sees_inside_the_operator():
 
     q, v = torch.randn(2, 1, 2, 500, 16)
     result = q.numel() * 4
-    assert peak_extra_memory(lambda: softfree.soft_attention(q, v, q[:, :, :9])) > result
+    assert peak_extra_memory(lambda: softfree.soft_attention(q, None, v, q[:, :, :9])) > result
 
 
 @pytest.mark.gpu

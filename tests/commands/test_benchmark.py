@@ -83,8 +83,8 @@ def plant(monkeypatch, spoil):
     """Spoils SOFT++ of backend "torch", counts the calls that are not checks in float64."""
     calls = []
 
-    def planted(q, v, landmarks, *, backend, **settings):
-        out = softfree.soft_attention(q, v, landmarks, backend=backend, **settings)
+    def planted(q, k, v, landmarks, *, backend, **settings):
+        out = softfree.soft_attention(q, k, v, landmarks, backend=backend, **settings)
         if backend == "torch" and settings["normalize"]:
             calls.append(q.shape)
             return spoil(out, q)

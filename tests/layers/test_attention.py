@@ -50,7 +50,7 @@ def test_an_image_layer_is_the_operator_between_its_projections(spec, size, pref
     q, v = attention.qv(x).chunk(2, -1)
     landmarks, _ = attention.sampler(heads(q), size)
     out = softfree.soft_attention(
-        heads(q), heads(v), landmarks, normalize=normalize, backend="reference"
+        heads(q), None, heads(v), landmarks, normalize=normalize, backend="reference"
     )
     windows = -(-size[0] // 2) * -(-size[1] // 2)
     out = out * share(attention, landmarks.shape[2], windows)
@@ -202,9 +202,9 @@ def test_cross_attention_takes_keys_values_and_landmarks_from_the_context(spec):
     landmarks, landmark_mask = attention.sampler(heads(k), (7, 5), mask)
     out = softfree.soft_attention(
         heads(q),
+        heads(k),
         heads(v),
         landmarks,
-        k=heads(k),
         key_mask=mask,
         landmark_mask=landmark_mask,
         backend="reference",

@@ -446,9 +446,25 @@ def test_merging_the_heads_of_the_result_copies_nothing():
     assert merged.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@backends
+def test_keys_that_are_the_queries_themselves_take_the_path_without_keys(backend, compiled):
+    q, v, landmarks = (t.requires_grad_() for t in tensors().values())
+    attend = functools.partial(softfree.soft_attention, backend=backend)
+    function = lambda q, k, v, landmarks: attend(q, k, v, landmarks)  # noqa: E731
+    if compiled:
+        torch.compiler.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    out, expected = function(q, q, v, landmarks), attend(q, None, v, landmarks)
+    assert torch.equal(out, expected)
+    inputs = (q, v, landmarks)
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    assert all(map(torch.equal, gradients, torch.autograd.grad(expected.sum(), inputs)))
+
+
 def test_auto_is_one_of_the_backends():
     problem = random_problem().map(lambda t: t.float())
-    out = softfree.soft_attention(problem.q, problem.v, problem.landmarks, backend="auto")
+    out = softfree.soft_attention(problem.q, None, problem.v, problem.landmarks, backend="auto")
     assert torch.equal(out, attend(problem, "torch"))
 
 
@@ -534,7 +550,7 @@ def test_compiled_code_calls_the_operator():
 
     torch.compiler.reset()
     q = torch.randn(1, 2, 30, 8)
-    torch.compile(softfree.soft_attention, backend=backend)(q, q, q[:, :, :5])
+    torch.compile(softfree.soft_attention, backend=backend)(q, q, q, q[:, :, :5])
     called = {node.target for graph in graphs for node in graph.graph.nodes}
     assert torch.ops.softfree.attention.default in called
 
@@ -560,7 +576,7 @@ def test_compiled_equals_eager(compiler, tmp_path, monkeypatch):
 
     def merged(q: Tensor, v: Tensor, landmarks: Tensor, mask: Tensor) -> Tensor:
         q, v, landmarks = (t.unflatten(2, (2, -1)).transpose(1, 2) for t in (q, v, landmarks))
-        out = softfree.soft_attention(2 * q, v, landmarks, key_mask=mask)
+        out = softfree.soft_attention(2 * q, None, v, landmarks, key_mask=mask)
         return out.transpose(1, 2).flatten(2) + 1
 
     shapes = {"q": (2, 17, 16), "v": (2, 17, 16), "landmarks": (2, 7, 16)}
@@ -623,6 +639,11 @@ def tensors(**changed) -> dict[str, object]:
 BAD_CALLS = {
     "q is a list": ({"q": [[1.0]]}, TypeError, "q must be a tensor, got list"),
     "v is None": ({"v": None}, TypeError, "v must be a tensor, got NoneType"),
+    "landmarks left out": (
+        {"landmarks": None},
+        TypeError,
+        r"landmarks must be a tensor, got NoneType; call soft_attention\(q, k, v, landmarks\)",
+    ),
     "landmarks is a number": ({"landmarks": 7}, TypeError, "landmarks must be a tensor, got int"),
     "k is a string": ({"k": "q"}, TypeError, "k must be a tensor, got str"),
     "q has 3 dimensions": (
@@ -793,6 +814,12 @@ BAD_CALLS = {
         "scale must be .* > 0, got '1'",
     ),
 }
+
+
+def test_three_tensors_by_position_are_refused_with_the_call_as_it_should_be():
+    q, v, landmarks = tensors().values()
+    with pytest.raises(TypeError, match=r"landmarks must .*soft_attention\(q, k, v, landmarks\)"):
+        softfree.soft_attention(q, v[..., :4], landmarks)
 
 
 @backends

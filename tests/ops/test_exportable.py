@@ -14,15 +14,15 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.settings = settings
 
-    def forward(self, q, v, landmarks, k=None, key_mask=None, landmark_mask=None) -> Tensor:
+    def forward(self, q, k, v, landmarks, key_mask=None, landmark_mask=None) -> Tensor:
         return softfree.soft_attention(
-            q, v, landmarks, k=k, key_mask=key_mask, landmark_mask=landmark_mask, **self.settings
+            q, k, v, landmarks, key_mask=key_mask, landmark_mask=landmark_mask, **self.settings
         )
 
 
 def arguments(problem: Problem) -> tuple[Tensor | None, ...]:
     masks = (problem.key_mask, problem.landmark_mask)
-    return (problem.q, problem.v, problem.landmarks, problem.k, *masks)
+    return (problem.q, problem.k, problem.v, problem.landmarks, *masks)
 
 
 def export(module: torch.nn.Module, problem: Problem, **settings) -> torch.nn.Module:
@@ -54,7 +54,7 @@ def test_batch_and_tokens_may_change_after_export():
     batch, tokens = torch.export.Dim("batch", min=1), torch.export.Dim("tokens", min=2)
     problem = random_problem(n=17, batch=2, masked=True)
     free = {0: batch, 2: tokens}
-    dynamic = (free, free, {0: batch}, None, {0: batch, 1: tokens}, None)
+    dynamic = (free, None, free, {0: batch}, {0: batch, 1: tokens}, None)
     program = export(Attention(), problem, dynamic_shapes=dynamic)
     for n, samples in ((17, 2), (40, 3), (785, 1)):
         other = random_problem(n=n, batch=samples, masked=True)
@@ -77,9 +77,9 @@ def test_what_a_mask_leaves_out_does_not_matter_after_export(content):
     marks = ~problem.landmark_mask[:, None, :, None]
     spoilt = (
         problem.q,
+        problem.k.masked_fill(keys, content),
         problem.v.masked_fill(keys, content),
         problem.landmarks.masked_fill(marks, content),
-        problem.k.masked_fill(keys, content),
         problem.key_mask,
         problem.landmark_mask,
     )

@@ -66,6 +66,7 @@ def test_soft_is_exact_gaussian_attention_when_every_token_is_a_landmark():
     problem = random_problem(n=10, d=6, spread=1.5)
     out = softfree.soft_attention(
         problem.q,
+        None,
         problem.v,
         problem.q,
         scale=0.7,
