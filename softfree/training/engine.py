@@ -25,7 +25,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import softfree
+from softfree import __version__
 from softfree.data.resident import Indices
 from softfree.training import checkpoint, distributed
 from softfree.training.devices import autocast, to_device
@@ -592,7 +592,7 @@ class _Training:
             metadata = {
                 "task": self.task.name,
                 **self.task.metadata(),
-                "softfree": softfree.__version__,
+                "softfree": __version__,
                 "run": {**dataclasses.asdict(self.position), **self._data_facts()},
             }
             checkpoint.write_checkpoint(folder, weights, metadata, self.settings_json, ema, state)
