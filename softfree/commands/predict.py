@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from softfree.commands._common import check_output, check_positive, make_table
 from softfree.data.images import EXTENSIONS, ImageFiles, Unreadable, image_files, open_image
 from softfree.models.export import load_onnx
+from softfree.models.metadata import PICTURES, check_fields
 from softfree.training.checkpoint import read_metadata
 from softfree.training.classification import Normalize, eval_transform, load_classifier
 from softfree.training.devices import choose_device
@@ -86,6 +87,7 @@ class Classifier:
             if checkpoint.suffix == ONNX
             else load_classifier(checkpoint, device)
         )
+        check_fields(checkpoint, metadata, ("class_names", *PICTURES))
         self.device = device
         self.class_names = metadata["class_names"]
         self.topk = min(topk or LISTED, len(self.class_names))

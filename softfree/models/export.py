@@ -23,6 +23,8 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.export import Dim
 
+from softfree.models.metadata import check_fields
+
 # Below it the last map of a pyramid has a side of 1, and exporters take a 1 for a constant.
 NARROWEST = 33
 WIDEST = 8192
@@ -145,12 +147,13 @@ def load_onnx(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
     properties = session.get_modelmeta().custom_metadata_map
     try:
         metadata = {key: json.loads(value) for key, value in properties.items()}
-    except ValueError:
+    except (ValueError, RecursionError):
         metadata = {}
     if "task" not in metadata:
         raise ValueError(
             f"{path} does not say what it is for; was it written by `softfree export`?"
         )
+    check_fields(path, metadata, ())
     return OnnxModel(session), metadata
 
 

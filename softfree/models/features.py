@@ -1,6 +1,5 @@
 """What dense models take from a backbone: maps at 1/4, 1/8, 1/16 and 1/32 of the image."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
 from softfree.models.checks import mistakes_in
+from softfree.models.metadata import read_json
 from softfree.models.registry import is_ours
 
 REDUCTIONS = (4, 8, 16, 32)
@@ -91,7 +91,7 @@ def pretrained_arguments(name: str, checkpoint: str | Path, **kwargs: Any) -> di
 def _check_task(folder: Path) -> None:
     """Refuse a run's checkpoint whose model is no classifier."""
     metadata = folder / "metadata.json"
-    task = json.loads(metadata.read_text()).get("task") if metadata.is_file() else None
+    task = read_json(metadata).get("task") if metadata.is_file() else None
     if task not in (None, "classification"):
         raise ValueError(
             f"--backbone-checkpoint {folder} is a checkpoint of {task}; give one of classification"

@@ -26,6 +26,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from softfree.models.metadata import check_buildable, check_fields, read_json
+
 Model = TypeVar("Model", bound=nn.Module)
 
 WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
@@ -152,8 +154,16 @@ def load_model(
     """The model of a task's checkpoint folder, ready to use, and its metadata, from which ``build`` makes it."""
     saved = read_checkpoint(path)
     check_task(path, saved.metadata, task)
+    check_buildable(saved.path / METADATA, saved.metadata)
+    try:
+        # Takes no memory, whatever size the file asks for; one of its own weights' size is then built.
+        with torch.device("meta"):
+            expected = build(saved.metadata).state_dict()
+    except Exception as error:  # whatever an architecture raises that is given nonsense
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{saved.path / METADATA}: no model is like this: {reason}") from error
+    check_fits(saved.path, saved.weights, expected, saved.metadata["model"])
     model = build(saved.metadata)
-    check_fits(saved.path, saved.weights, model.state_dict(), saved.metadata["model"])
     model.load_state_dict(saved.weights)
     return model.eval().to(device), saved.metadata
 
@@ -171,9 +181,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """What metadata.json says."""
     file = locate(path) / METADATA
     try:
-        return json.loads(file.read_text())
+        metadata = read_json(file)
     except ValueError as error:
         raise ValueError(_damaged(file, error)) from error
+    check_fields(file, metadata, ())
+    return metadata
 
 
 def check_task(path: str | Path, metadata: dict[str, Any], task: str) -> None:
@@ -204,7 +216,10 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_same_run(folder: Path, settings_json: str) -> None:
     """Raise if a run with these settings can't go on from ``folder``: it was of another network or other data."""
-    made_with = json.loads((folder / SETTINGS).read_text())
+    try:
+        made_with = read_json(folder / SETTINGS)
+    except (OSError, ValueError) as error:
+        raise ValueError(_damaged(folder / SETTINGS, error)) from error
     differing = different_settings(made_with, json.loads(settings_json), OF_THE_RUN, MAY_CHANGE)
     if differing:
         raise ValueError(

@@ -6,6 +6,7 @@ evaluate_classifier(model, batches, normalize, ...)  -> {"top1": ..., "top5": ..
 """
 
 import ast
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -33,6 +34,7 @@ from softfree.data.resident import INTERPOLATIONS, Indices, RandomCrops, Residen
 from softfree.layers.factory import check_attention
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
 from softfree.models.checks import check_at_least, check_model_name, mistakes_in
+from softfree.models.metadata import check_arguments
 from softfree.models.registry import is_ours
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
@@ -469,8 +471,9 @@ def create_network(
 ) -> nn.Module:
     """A model of timm's registry, told the size of the pictures if it wants to know."""
     check_model_name(name)
+    check_arguments(name, kwargs)
     create = functools.partial(timm.create_model, name, num_classes=num_classes)
-    with torch.device("meta" if meta else "cpu"):
+    with torch.device("meta") if meta else contextlib.nullcontext():
         try:
             return create(**{"img_size": img_size, **kwargs})
         except (TypeError, ValueError) as error:

@@ -10,8 +10,9 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from softfree.layers.landmarks import LandmarkSpec
-from softfree.models.checks import mistakes_in
+from softfree.models.checks import check_model_name, mistakes_in
 from softfree.models.features import FIXED_LANDMARKS
+from softfree.models.metadata import check_arguments
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.settings import OptimSettings, peek
 
@@ -35,7 +36,10 @@ class BackboneSettings:
         """``backbone_kwargs`` for the models of softfree.detection and softfree.segmentation."""
         with mistakes_in("--landmarks"):
             LandmarkSpec.parse(self.landmarks)
-        return {"landmarks": self.landmarks, **parse_model_kwargs(self.model_kwargs)}
+        arguments = parse_model_kwargs(self.model_kwargs)
+        check_model_name(self.model)
+        check_arguments(self.model, arguments)
+        return {"landmarks": self.landmarks, **arguments}
 
 
 def given_length(argv: Sequence[str]) -> tuple[int, int]:

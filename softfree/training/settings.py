@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import tyro
 
 from softfree.models.checks import check_at_least
+from softfree.models.metadata import read_json
 from softfree.training.devices import AmpDtype
 
 Settings = TypeVar("Settings")
@@ -228,9 +229,9 @@ def settings_to_json(settings: Any) -> str:
 
 
 def read_settings(kind: type[Settings], path: Path) -> Settings:
-    """Settings that :func:`settings_to_json` wrote."""
+    """Settings that :func:`settings_to_json` wrote; where a run writes is for its user to say, not for a file."""
     try:
-        return _from_plain(kind, json.loads(path.read_text()))
+        return _from_plain(kind, read_json(path))
     except FileNotFoundError:
         raise FileNotFoundError(f"--config {path} does not exist") from None
     except (ValueError, TypeError, KeyError) as error:
@@ -251,6 +252,8 @@ def _from_plain(kind: Any, values: Mapping[str, Any]) -> Any:
         elif hints[name] is Path:
             value = Path(value)
         made[name] = value
+    if kind is RunSettings:
+        made = {name: value for name, value in made.items() if name not in ("output", "resume")}
     return kind(**made)
 
 

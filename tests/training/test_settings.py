@@ -79,6 +79,13 @@ def test_a_written_file_gives_the_settings_back_and_flags_win_over_it(tmp_path):
     )
 
 
+def test_a_file_does_not_say_where_a_run_writes(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"run": {"output": "elsewhere", "resume": "elsewhere", "seed": 7}}))
+    run = parse("--config", str(file)).run
+    assert (run.output, run.resume, run.seed) == (RunSettings.output, RunSettings.resume, 7)
+
+
 def test_files_and_recipes_that_are_none_are_refused(tmp_path):
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"optim": {"learning_rate": 1}}))

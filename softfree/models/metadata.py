@@ -1,0 +1,258 @@
+"""What a file says of the model in it, before anything is built from that: ``metadata.json``, ONNX properties.
+
+Such files come from strangers. They may name an architecture and its plain settings, and nothing else: no
+weights to fetch, no file, folder or address, and no network larger than its own weights.
+"""
+
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import model_entrypoint
+from torch import nn
+
+from softfree.layers.factory import ATTENTIONS, option_names
+from softfree.models.registry import is_ours
+from softfree.models.sequence import SequenceClassifier
+
+MAX_BYTES = 64 * 2**20  # of a file, most of it names of classes
+MAX_NUMBER = 2**16  # of channels, heads, pixels of a side
+MAX_COUNT = 1000  # of whatever is built or computed one after the other, in all
+COUNTS = re.compile(r"depth|layer|block|stage|step|iteration|round|rep|level|branch|scale")
+MAX_ITEMS, MAX_NESTING = 64, 3  # of lists and mappings
+WORD = re.compile(r"[\w.:,+ -]{0,64}")  # no slash: no path, no address
+
+# What timm's models take beside the arguments of their classes, and what is no setting of an architecture.
+ALWAYS = {"img_size", "num_classes", "in_chans", "global_pool", "drop_rate", "drop_path_rate"}
+NEVER = {"self", "args", "kwargs", "device", "dtype"}
+
+Check = Callable[[Any], str | None]  # of a value: what it must be, None if it is
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; raises ``ValueError`` for anything else."""
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES // 2**20} MiB")
+    return parse_json(file.read_text(encoding="utf-8"))
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """The mapping that a JSON text is; raises ``ValueError`` for anything else."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it must be a mapping, and is {_shown(value)}")
+    return value
+
+
+def check_fields(source: object, metadata: Mapping[str, Any], required: Iterable[str]) -> None:
+    """Refuse metadata that lack a required field, or have one of another kind than it has to be.
+
+    ``source`` is the file, for the message. Fields that are not known are left alone.
+    """
+    for field in required:
+        if field not in metadata:
+            raise ValueError(f"{source}: the field {field!r} is missing")
+    for field, check in FIELDS.items():
+        if field in metadata and (wanted := check(metadata[field])) is not None:
+            raise ValueError(
+                f"{source}: the field {field!r} must be {wanted}, got {_shown(metadata[field])}"
+            )
+
+
+def check_buildable(source: object, metadata: Mapping[str, Any]) -> None:
+    """Refuse metadata of a task's checkpoint unless a model can be built from them, and nothing else happen."""
+    task = metadata["task"]
+    check_fields(source, metadata, REQUIRED[task])
+    if task == "longrange":
+        arguments = metadata["model_kwargs"]
+        options = arguments.get("attention_options") or {}
+        known = set(inspect.signature(SequenceClassifier).parameters)
+        _check_named(f"{source}: 'model_kwargs'", arguments, known)
+        _check_named(f"{source}: 'attention_options'", options, attention_options())
+        return
+    if not timm.is_model(metadata["model"]):
+        raise ValueError(f"{source}: timm knows no model {_shown(metadata['model'])}")
+    if task == "classification":
+        backbone = metadata["model_kwargs"]
+    else:
+        _check_named(f"{source}: 'arguments'", metadata["arguments"], DENSE_ARGUMENTS)
+        backbone = metadata["arguments"].get("backbone_kwargs", {})
+    check_arguments(metadata["model"], backbone, f"{source}: ")
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any], source: str = "") -> None:
+    """Refuse arguments of the model ``name`` that are no plain settings of its architecture.
+
+    Example:
+        >>> check_arguments("softpp_tiny", {"depths": (1, 1, 2, 1), "landmarks": "conv:49"})
+        >>> check_arguments("resnet18", {"pretrained": True})
+        Traceback (most recent call last):
+        ...
+        ValueError: resnet18 takes no argument 'pretrained' from a file or the command line
+    """
+    _check_named(f"{source}{name}", arguments, argument_names(name))
+
+
+def argument_names(name: str) -> set[str]:
+    """Names of the settings that the architecture of timm's model ``name`` has.
+
+    timm's functions take any keyword. The settings are what the classes beside such a function take.
+    """
+    classes = {
+        base
+        for value in vars(sys.modules[model_entrypoint(name).__module__]).values()
+        if isinstance(value, type) and issubclass(value, nn.Module)
+        for base in value.__mro__
+        if base.__module__.startswith(("timm.", "softfree."))
+    }
+    names = ALWAYS.union(*(inspect.signature(c).parameters for c in classes))
+    return (names | attention_options() if is_ours(name) else names) - NEVER
+
+
+def attention_options() -> set[str]:
+    """Names of the options that attentions have."""
+    return set().union(*map(option_names, ATTENTIONS))
+
+
+def _check_named(owner: str, arguments: Any, names: set[str]) -> None:
+    if (wanted := _mapping(arguments)) is not None:
+        raise ValueError(f"{owner} must be {wanted}, got {_shown(arguments)}")
+    for name, value in arguments.items():
+        if name not in names:
+            raise ValueError(
+                f"{owner} takes no argument {_shown(name)} from a file or the command line"
+            )
+        wanted = _number_of(value) if COUNTS.search(name) else _plain(value)
+        if wanted is not None:
+            raise ValueError(f"{owner}: {name} must be {wanted}, got {_shown(value)}")
+
+
+def _plain(value: Any, nesting: int = MAX_NESTING) -> str | None:
+    """Whether a value is data of a size that makes sense."""
+    if isinstance(value, list | tuple | dict):
+        items: Iterable[Any] = value
+        if isinstance(value, dict):
+            items = [*value.keys(), *value.values()]
+        if not nesting or len(value) > MAX_ITEMS:
+            return f"no longer than {MAX_ITEMS} items, nested no deeper than {MAX_NESTING}"
+        return next(filter(None, (_plain(item, nesting - 1) for item in items)), None)
+    if isinstance(value, str):
+        return None if WORD.fullmatch(value) else "a short word without slashes"
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        fine = math.isfinite(value) and abs(value) <= MAX_NUMBER
+        return None if fine else f"a number of at most {MAX_NUMBER:,}"
+    return "a number, a word, or a list of them"
+
+
+def _number_of(value: Any) -> str | None:
+    """The same of something that there are so many of: together no more than can be built."""
+    if (wanted := _plain(value)) is not None:
+        return wanted
+    return None if _total(value) <= MAX_COUNT else f"at most {MAX_COUNT:,} in all"
+
+
+def _total(value: Any) -> float:
+    if isinstance(value, list | tuple):
+        return sum(map(_total, value))
+    return abs(value) if isinstance(value, int | float) else 0
+
+
+def _mapping(value: Any) -> str | None:
+    named = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    return None if named else "a mapping of names to values"
+
+
+def _text(value: Any) -> str | None:
+    return None if isinstance(value, str) else "a text"
+
+
+def _whole(least: int) -> Check:
+    def check(value: Any) -> str | None:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if whole and least <= value <= MAX_NUMBER:
+            return None
+        return f"a whole number from {least} to {MAX_NUMBER:,}"
+
+    return check
+
+
+def _texts(value: Any) -> str | None:
+    fine = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return None if fine and value else "a list of texts, at least one"
+
+
+def _numbers(above: float) -> Check:
+    def check(value: Any) -> str | None:
+        channels = value if isinstance(value, list) and len(value) <= MAX_ITEMS else []
+        fine = [_is_number(item) and above < item for item in channels]
+        wanted = "a list of finite numbers"
+        return None if fine and all(fine) else wanted if above < 0 else f"{wanted} above {above:g}"
+
+    return check
+
+
+def _share(value: Any) -> str | None:
+    return None if _is_number(value) and 0 < value <= 10 else "a number above 0, at most 10"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _one_of(*words: str) -> Check:
+    def check(value: Any) -> str | None:
+        return None if value in words else f"one of {', '.join(words)}"
+
+    return check
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, on one line, without what a terminal would obey."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+FIELDS: dict[str, Check] = {
+    "task": _text,
+    "model": _text,
+    "model_kwargs": _mapping,
+    "arguments": _mapping,
+    "detector": _one_of("retinanet", "mask-rcnn"),
+    "class_names": _texts,
+    "img_size": _whole(1),
+    "crop_pct": _share,
+    "interpolation": _one_of(
+        "bicubic", "bilinear", "box", "hamming", "lanczos", "nearest", "random"
+    ),
+    "mean": _numbers(-math.inf),
+    "std": _numbers(0.0),
+    "short_side": _whole(0),
+    "window": _whole(0),
+    "longrange_task": _text,
+    "run": _mapping,
+}
+PICTURES = ("img_size", "crop_pct", "interpolation", "mean", "std")
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "classification": ("model", "model_kwargs", "class_names", *PICTURES),
+    "detection": ("model", "detector", "arguments", "class_names"),
+    "segmentation": (
+        "model", "arguments", "class_names", "short_side", "window", "mean", "std",
+    ),
+    "longrange": ("model_kwargs", "longrange_task", "class_names"),
+}  # fmt: skip
+DENSE_ARGUMENTS = {
+    "min_size", "max_size", "width", "anchor_size", "frozen_bn", "backbone_kwargs", "head_norm",
+    "box_batch_size_per_image", "rpn_batch_size_per_image", "rpn_pre_nms_top_n_train",
+    "rpn_post_nms_top_n_train", "rpn_pre_nms_top_n_test", "rpn_post_nms_top_n_test",
+}  # fmt: skip
