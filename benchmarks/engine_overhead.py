@@ -114,24 +114,24 @@ class TakesTurns(classification.Classification):
 
 def build_task(arguments: argparse.Namespace, device: torch.device, output: Path) -> TakesTurns:
     """The task with the settings of the recipe, and the run's."""
-    recipe: dict[str, Any] = dict(classification.recipe("short"))
+    recipe = classification.RECIPES["short"]
     kwargs = tuple(arguments.model_kwargs)
     if not arguments.model_kwargs and arguments.model == "softpp_tiny":
         kwargs = TINY
-    optim = {
-        **recipe["optim"],
-        "batch_size": arguments.batch_size,
+    optim = dataclasses.replace(
+        recipe.optim,
+        batch_size=arguments.batch_size,
         # The warm-up, the counted turn, the timed ones, and one more: a turn ends when the next begins.
-        "epochs": COUNTED + 1 + arguments.turns + 1,
-    }
+        epochs=COUNTED + 1 + arguments.turns + 1,
+    )
     settings = classification.ClassificationSettings(
         recipe="short",
         data=classification.DataSettings(data_on_device=True),
         model=classification.ModelSettings(
             model=arguments.model, img_size=arguments.img_size, model_kwargs=kwargs
         ),
-        augment=classification.AugmentSettings(**recipe["augment"]),
-        optim=classification.OptimSettings(**optim),
+        augment=recipe.augment,
+        optim=optim,
         run=RunSettings(
             output=output,
             device=device.type,

@@ -48,21 +48,20 @@ from softfree.models.sequence import SequenceClassifier
 from softfree.training.checkpoint import SETTINGS, different_settings
 from softfree.training.devices import autocast, choose_device
 from softfree.training.longrange import (
-    PRESETS,
+    RECIPES,
     TEST_RESULT,
+    LongRange,
     LongRangeDataSettings,
     LongRangeSettings,
     SequenceModelSettings,
     check_encoder,
     load_data,
     model_arguments,
-    recipe,
-    train_longrange,
 )
 from softfree.training.settings import (
     OptimSettings,
     RunSettings,
-    parse_settings,
+    resolve,
     settings_to_json,
 )
 
@@ -123,11 +122,10 @@ def main(argv: Sequence[str]) -> int:
     """Run ``softfree compare`` with these arguments; return the exit code."""
     if any(argument.split("=")[0] == "--attention" for argument in argv):
         raise ValueError("--attention: compare takes several, --attentions softpp softmax")
-    settings = parse_settings(
-        CompareSettings,
+    settings = resolve(
         argv,
-        recipe,
-        tuple(PRESETS),
+        LongRange,
+        {name: CompareSettings(**vars(recipe)) for name, recipe in RECIPES.items()},
         prog="softfree compare",
         description=f"{__doc__}\n--task sets the defaults below to the papers' for it; flags win.",
     )
@@ -140,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
         if settings.train and not is_trained(given):
             data = data or load_data(settings.data)
             print(f"{name}: training in {given.run.output}", flush=True)
-            outcome = train_longrange(given, data)
+            outcome = LongRange.run(given, data)
             if outcome.stopped:
                 return report(outcome, given.run.output)
         row = Comparison(name, settings.data.task)

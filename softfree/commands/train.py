@@ -9,7 +9,7 @@ Ctrl-C): the run is saved and goes on with --resume auto.
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,8 @@ from rich.console import Console
 from softfree.training.checkpoint import CheckpointWriteError
 from softfree.training.engine import Outcome
 from softfree.training.guard import NonFiniteError
-from softfree.training.settings import Overrides, Settings, parse_settings
+from softfree.training.settings import resolve
+from softfree.training.tasks import TASKS
 
 FAILED = 1
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -31,91 +32,24 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in TASKS:
         given = f"got {argv[0]!r}" if argv else "e.g. `softfree train classification`"
         raise ValueError(f"train what? One of {', '.join(TASKS)}; {given}")
+    task = TASKS[argv[0]]
+    settings = resolve(
+        argv[1:],
+        task,
+        prog=f"softfree train {task.name}",
+        description=(
+            f"{task.summary} --config FILE takes a settings.json of an earlier run instead. Flags win over "
+            "both. Under torchrun, --batch-size is that of one process."
+        ),
+    )
     try:
-        return TASKS[argv[0]](argv[1:])
+        return report(task.run(settings), settings.run.output)
     except (CheckpointWriteError, NonFiniteError) as error:
         return _fail(str(error))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         return _fail("no space left on the disk of --output; make room, then --resume auto")
-
-
-def classification(argv: Sequence[str]) -> int:
-    """Train an image classifier."""
-    from softfree.training import classification as task
-
-    settings = parse(
-        "classification", argv, task.ClassificationSettings, task.recipe, task.RECIPES,
-        what="Train an image classifier.",
-        otherwise="digits for the embedded digits, else imagenet",
-    )  # fmt: skip
-    return report(task.train_classification(settings), settings.run.output)
-
-
-def detection(argv: Sequence[str]) -> int:
-    """Train a detector."""
-    from softfree.training import detection as task
-
-    settings = parse(
-        "detection", argv, task.DetectionSettings, task.recipe, task.RECIPES,
-        what="Train a detector of objects: RetinaNet (boxes) or Mask R-CNN (boxes and masks).",
-        otherwise="shapes for the embedded shapes, else 1x",
-    )  # fmt: skip
-    return report(task.train_detection(settings), settings.run.output)
-
-
-def segmentation(argv: Sequence[str]) -> int:
-    """Train a segmentation network."""
-    from softfree.training import segmentation as task
-
-    settings = parse(
-        "segmentation", argv, task.SegmentationSettings, task.recipe, task.RECIPES,
-        what="Train UPerNet: a class for every pixel.",
-        otherwise="shapes for the embedded shapes, else ade20k",
-    )  # fmt: skip
-    return report(task.train_segmentation(settings), settings.run.output)
-
-
-def longrange(argv: Sequence[str]) -> int:
-    """Train and test on a task of the Long Range Arena."""
-    from softfree.training.longrange import parse_longrange, train_longrange
-
-    settings = parse_longrange(argv)
-    return report(train_longrange(settings), settings.run.output)
-
-
-TASKS: dict[str, Callable[[Sequence[str]], int]] = {
-    "classification": classification,
-    "detection": detection,
-    "longrange": longrange,
-    "segmentation": segmentation,
-}
-
-
-def parse(
-    task: str,
-    argv: Sequence[str],
-    kind: type[Settings],
-    recipe: Callable[[str, Sequence[str]], Overrides],
-    recipes: Sequence[str],
-    *,
-    what: str,
-    otherwise: str,
-) -> Settings:
-    """Settings of `softfree train TASK`; ``otherwise`` says what holds without --recipe."""
-    return parse_settings(
-        kind,
-        argv,
-        recipe,
-        recipes,
-        prog=f"softfree train {task}",
-        description=(
-            f"{what}\n\n--recipe NAME sets defaults: {', '.join(recipes)} (without: {otherwise}). "
-            "--config FILE takes a settings.json of an earlier run instead. Flags win over both. "
-            "Under torchrun, --batch-size is that of one process."
-        ),
-    )
 
 
 def report(outcome: Outcome, output: Path) -> int:

@@ -1,6 +1,6 @@
 """Image classification: settings and recipes, and the task that the engine trains.
 
-train_classification(settings)                       -> Outcome
+Classification.run(settings)                         -> Outcome
 load_classifier("OUTPUT/best", device)               -> model, metadata
 evaluate_classifier(model, batches, normalize, ...)  -> {"top1": ..., "top5": ..., "loss": ...}
 """
@@ -38,14 +38,8 @@ from softfree.models.metadata import check_arguments
 from softfree.models.registry import is_ours
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
-from softfree.training.engine import Outcome, Task, train
-from softfree.training.settings import (
-    OptimSettings,
-    Overrides,
-    RunSettings,
-    settings_to_json,
-    share_batch,
-)
+from softfree.training.engine import Task
+from softfree.training.settings import Flags, OptimSettings, RunSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,71 +118,75 @@ class ClassificationSettings:
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
-RECIPES = ("digits", "imagenet", "short", "finetune")
-
-
-def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
-    """What a recipe changes. Without a name: "digits" without data, "imagenet" with."""
-    given = {argument.split("=")[0] for argument in argv}
-    if not name:
-        name = "imagenet" if given & {"--data-dir", "--dataset"} else "digits"
-    # The papers': AdamW, 300 epochs, 10 of them warm-up, cosine, batch 1024, flip, mixup, cutmix; the rest
-    # as timm has it.
-    imagenet: dict[str, dict[str, Any]] = {
-        "augment": dict(mixup=0.8, cutmix=1.0),
-        "optim": dict(
-            epochs=300, warmup_epochs=10, warmup_lr=1e-5, lr=1e-3, min_lr=5e-5, weight_decay=0.05,
-            clip_grad=1.0,
+RECIPES = {
+    settings.recipe: settings
+    for settings in (
+        ClassificationSettings(
+            "digits",
+            model=ModelSettings(
+                img_size=32,
+                model_kwargs=("embed_dims=32,64,96,128", "num_heads=1,2,3,4", "depths=1,1,1,1"),
+            ),
+            augment=AugmentSettings(
+                scale=(0.7, 1.0), color_jitter=0.0, train_interpolation="bilinear", crop_pct=1.0
+            ),
+            optim=OptimSettings(
+                batch_size=64, epochs=12, warmup_epochs=1, lr=2e-3, min_lr=2e-5, clip_grad=1.0
+            ),
+            run=RunSettings(workers=0, log_interval=10),
         ),
-    }  # fmt: skip
-    # 20 epochs, for data the size of Tiny-ImageNet-100.
-    short: dict[str, dict[str, Any]] = {
-        # The positions stay those of 224 x 224, as in the authors' code.
-        "model": dict(img_size=128, positions_at=224),
-        # Squares of 0.6 to 1 of the side: with that much of the area instead, objects are never seen large
-        # enough for tests at larger sizes.
-        "augment": dict(
-            scale=(0.36, 1.0), ratio=(1.0, 1.0), color_jitter=0.0, train_interpolation="bicubic",
-            crop_pct=1.0,
+        # The papers': AdamW, 300 epochs, 10 of them warm-up, cosine, batch 1024, flip, mixup, cutmix; the rest
+        # as timm has it.
+        ClassificationSettings(
+            "imagenet",
+            augment=AugmentSettings(mixup=0.8, cutmix=1.0),
+            optim=OptimSettings(
+                batch_size=1024, epochs=300, warmup_epochs=10, warmup_lr=1e-5, lr=1e-3, min_lr=5e-5,
+                weight_decay=0.05, clip_grad=1.0,
+            ),
         ),
-        "optim": dict(epochs=20, warmup_epochs=2, lr=1e-3, min_lr=5e-5, clip_grad=1.0),
-    }  # fmt: skip
-    finetune: dict[str, dict[str, Any]] = {
-        "augment": dict(scale=(0.35, 1.0), mixup=0.0, cutmix=0.0),
-        "model": dict(drop_path=0.1),
-        "optim": dict(
-            epochs=30, warmup_epochs=3, warmup_lr=1e-6, lr=2e-4, min_lr=1e-6, layer_decay=0.75,
-            clip_grad=1.0,
+        # 20 epochs, for data the size of Tiny-ImageNet-100.
+        ClassificationSettings(
+            "short",
+            # The positions stay those of 224 x 224, as in the authors' code.
+            model=ModelSettings(img_size=128, positions_at=224),
+            # Squares of 0.6 to 1 of the side: with that much of the area instead, objects are never seen large
+            # enough for tests at larger sizes.
+            augment=AugmentSettings(
+                scale=(0.36, 1.0), ratio=(1.0, 1.0), color_jitter=0.0, train_interpolation="bicubic",
+                crop_pct=1.0,
+            ),
+            optim=OptimSettings(
+                batch_size=512, epochs=20, warmup_epochs=2, lr=1e-3, min_lr=5e-5, clip_grad=1.0
+            ),
         ),
-    }  # fmt: skip
-    digits: dict[str, dict[str, Any]] = {
-        "model": dict(
-            img_size=32,
-            model_kwargs=("embed_dims=32,64,96,128", "num_heads=1,2,3,4", "depths=1,1,1,1"),
+        ClassificationSettings(
+            "finetune",
+            model=ModelSettings(drop_path=0.1),
+            augment=AugmentSettings(scale=(0.35, 1.0)),
+            optim=OptimSettings(
+                batch_size=256, epochs=30, warmup_epochs=3, warmup_lr=1e-6, lr=2e-4, min_lr=1e-6,
+                layer_decay=0.75, clip_grad=1.0,
+            ),
         ),
-        "augment": dict(
-            scale=(0.7, 1.0), color_jitter=0.0, train_interpolation="bilinear", crop_pct=1.0
-        ),
-        "optim": dict(epochs=12, warmup_epochs=1, lr=2e-3, min_lr=2e-5, clip_grad=1.0),
-        "run": dict(workers=0, log_interval=10),
-    }
-    batches = {"imagenet": 1024, "short": 512, "finetune": 256, "digits": 64}
-    chosen = dict(imagenet=imagenet, short=short, finetune=finetune, digits=digits)[name]
-    if "--batch-size" not in given:
-        chosen["optim"]["batch_size"] = share_batch(batches[name])
-    return {**chosen, "recipe": name}  # type: ignore[dict-item]
-
-
-def train_classification(settings: ClassificationSettings) -> Outcome:
-    """Train a classifier as the settings say."""
-    return train(Classification(settings), settings.optim, settings.run, settings_to_json(settings))
+    )
+}  # fmt: skip
 
 
 class Classification(Task):
     """Pictures to classes, with cross-entropy."""
 
     name = "classification"
+    summary = (
+        "Train an image classifier.\n\n--recipe NAME sets defaults: digits, imagenet, short, finetune "
+        "(without: digits for the embedded digits, else imagenet)."
+    )
+    recipes = RECIPES
     metric = "top1"
+
+    @classmethod
+    def usual_recipe(cls, flags: Flags) -> str:
+        return "imagenet" if flags.keys() & {"--data-dir", "--dataset"} else "digits"
 
     def __init__(self, settings: ClassificationSettings, data: ImageData | None = None):
         self.settings = settings

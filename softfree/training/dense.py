@@ -1,8 +1,8 @@
-"""What detection and segmentation share: settings of the backbone, length of a run, parameter groups."""
+"""What detection and segmentation share: settings of the backbone, parameter groups."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from softfree.models.checks import check_model_name, mistakes_in
 from softfree.models.features import FIXED_LANDMARKS
 from softfree.models.metadata import check_arguments
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.settings import OptimSettings, peek
+from softfree.training.settings import Flags, OptimSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,31 +42,18 @@ class BackboneSettings:
         return {"landmarks": self.landmarks, **arguments}
 
 
-def given_length(argv: Sequence[str]) -> tuple[int, int]:
-    """--steps and --epochs, 0 where not given: recipes shorten warm-up and drops with the run."""
-    given = peek(argv, steps="", epochs="")
-    # What is no number is refused later, where every flag is read.
-    steps, epochs = (int(x) if x.isdecimal() else 0 for x in (given.steps, given.epochs))
-    return steps, epochs
+# For training on a CPU: few channels.
+SMALL_BACKBONE = (
+    "embed_dims=32,64,128,192", "num_heads=2,4,8,12", "depths=1,1,2,1", "img_size=96",
+)  # fmt: skip
 
 
-def run_length(argv: Sequence[str], usual: int, warmup: int) -> dict[str, int]:
-    """Steps and warm-up of a run that usually takes ``usual`` steps; none of these with --epochs alone."""
-    steps, epochs = given_length(argv)
-    if not steps and epochs:
-        return dict(steps=0, warmup_steps=0)
-    steps = steps or usual
-    return dict(steps=steps, warmup_steps=min(warmup, steps // 10))
-
-
-def small_backbone(argv: Sequence[str]) -> tuple[str, ...]:
-    """``model_kwargs`` for training on a CPU: few channels, if the model asked for is one of our pyramids."""
-    model = peek(argv, model=BackboneSettings.model).model
-    if not model.startswith(("soft_", "softpp_")) or "vit" in model:
-        return ()
-    return (
-        "embed_dims=32,64,128,192", "num_heads=2,4,8,12", "depths=1,1,2,1", "img_size=96",
-    )  # fmt: skip
+def fit_backbone(backbone: BackboneSettings, flags: Flags) -> BackboneSettings:
+    """The backbone without the arguments of a recipe, which our pyramids alone take, if it is another."""
+    pyramid = backbone.model.startswith(("soft_", "softpp_")) and "vit" not in backbone.model
+    if pyramid or "--model-kwargs" in flags:
+        return backbone
+    return dataclasses.replace(backbone, model_kwargs=())
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Object detection and instance segmentation: settings and recipes, and the task that the engine trains.
 
-train_detection(settings)               -> Outcome
+Detection.run(settings)                 -> Outcome
 load_detector("OUTPUT/best", device)    -> model, metadata
 """
 
@@ -30,22 +30,14 @@ from softfree.models.detection import mask_rcnn, padded_size, retinanet
 from softfree.training.checkpoint import load_model
 from softfree.training.coco_metrics import CocoMetrics
 from softfree.training.dense import (
+    SMALL_BACKBONE,
     BackboneSettings,
     dense_parameter_groups,
-    given_length,
-    run_length,
-    small_backbone,
+    fit_backbone,
 )
 from softfree.training.distributed import Processes
-from softfree.training.engine import Outcome, Task, train
-from softfree.training.settings import (
-    OptimSettings,
-    Overrides,
-    RunSettings,
-    peek,
-    settings_to_json,
-    share_batch,
-)
+from softfree.training.engine import Task
+from softfree.training.settings import Flags, OptimSettings, RunSettings, fit_length
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
 # Torchvision's names, shorter, and the same for both detectors.
@@ -106,73 +98,65 @@ class DetectionSettings:
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
-RECIPES = ("1x", "3x", "shapes")
-
-
-def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
-    """What a recipe changes. Without a name: "shapes" without data, "1x" with."""
-    given = {argument.split("=")[0] for argument in argv}
-    if not name:
-        name = "1x" if "--data-dir" in given else "shapes"
-    # The paper's: AdamW, learning rate 1e-4, weight decay 0.01, batch 16; drops as in MMDetection.
-    common = dict(
-        lr=1e-4,
-        weight_decay=0.01,
-        sched="multistep",
-        warmup_lr=1e-7,
-        clip_grad=35.0,
-    )
-    if name == "1x":
-        chosen: dict[str, dict[str, Any]] = {"optim": dict(common, **_length(argv, 12, (8, 11)))}
-    elif name == "3x":
-        chosen = {
-            "data": dict(short_sides=tuple(range(480, 801, 32))),
-            "optim": dict(common, **_length(argv, 36, (27, 33))),
-        }
-    else:
-        detector = peek(argv, detector=DetectorSettings.detector).detector
-        chosen = {
-            "data": dict(short_sides=(96,), short_side=96, max_size=192),
-            "detector": dict(width=64, head_norm=True, proposals=64, anchor_size=20),
-            "backbone": dict(model_kwargs=small_backbone(argv)),
-            "optim": dict(
-                # A step of Mask R-CNN takes several times as long, and teaches more.
-                run_length(argv, 800 if detector == "mask-rcnn" else 1200, warmup=100),
-                lr=2e-3,
-                min_lr=1e-5,
-                weight_decay=0.05,
+# The paper's: AdamW, learning rate 1e-4, weight decay 0.01, batch 16; drops as in MMDetection.
+_PAPER = OptimSettings(
+    batch_size=16, lr=1e-4, weight_decay=0.01, sched="multistep", warmup_lr=1e-7, warmup_steps=500,
+    clip_grad=35.0,
+)  # fmt: skip
+RECIPES = {
+    settings.recipe: settings
+    for settings in (
+        DetectionSettings(
+            "1x", optim=dataclasses.replace(_PAPER, epochs=12, decay_milestones=(8, 11))
+        ),
+        DetectionSettings(
+            "3x",
+            data=DetectionDataSettings(short_sides=tuple(range(480, 801, 32))),
+            optim=dataclasses.replace(_PAPER, epochs=36, decay_milestones=(27, 33)),
+        ),
+        DetectionSettings(
+            "shapes",
+            data=DetectionDataSettings(short_sides=(96,), short_side=96, max_size=192),
+            detector=DetectorSettings(width=64, head_norm=True, proposals=64, anchor_size=20),
+            backbone=BackboneSettings(model_kwargs=SMALL_BACKBONE),
+            optim=OptimSettings(
+                batch_size=8, steps=1200, warmup_steps=100, lr=2e-3, min_lr=1e-5, weight_decay=0.05,
                 clip_grad=1.0,
             ),
-            "run": dict(workers=0, eval_every=400),
-        }
-    if "--batch-size" not in given:
-        chosen["optim"]["batch_size"] = share_batch(8 if name == "shapes" else 16)
-    return {**chosen, "recipe": name}  # type: ignore[dict-item]
-
-
-def _length(argv: Sequence[str], epochs: int, drops: tuple[int, ...]) -> dict[str, Any]:
-    """Epochs or --steps, warm-up and drops; those come sooner in a run that a flag makes shorter."""
-    steps, wanted = given_length(argv)
-    length = steps or wanted or epochs
-    return dict(
-        epochs=wanted or epochs,
-        steps=steps,
-        warmup_steps=min(500, steps // 10) if steps else 500,
-        decay_milestones=tuple(round(drop * length / epochs) for drop in drops),
+            run=RunSettings(workers=0, eval_every=400),
+        ),
     )
-
-
-def train_detection(settings: DetectionSettings) -> Outcome:
-    """Train a detector as the settings say."""
-    return train(Detection(settings), settings.optim, settings.run, settings_to_json(settings))
+}  # fmt: skip
+# A step of Mask R-CNN takes several times as long as one of RetinaNet, and teaches more.
+MASK_RCNN_SHAPES_STEPS = 800
 
 
 class Detection(Task):
     """Pictures to boxes, and to masks with Mask R-CNN."""
 
     name = "detection"
+    summary = (
+        "Train a detector of objects: RetinaNet (boxes) or Mask R-CNN (boxes and masks).\n\n"
+        "--recipe NAME sets defaults: 1x, 3x, shapes (without: shapes for the embedded shapes, else 1x)."
+    )
+    recipes = RECIPES
     headline = ("box_AP", "mask_AP")
     sizes_vary = True  # of pictures, and the number of regions of the mask head
+
+    @classmethod
+    def usual_recipe(cls, flags: Flags) -> str:
+        return "1x" if "--data-dir" in flags else "shapes"
+
+    @classmethod
+    def adapt(cls, settings: DetectionSettings, flags: Flags) -> DetectionSettings:
+        length = RECIPES[settings.recipe].optim
+        if settings.recipe == "shapes" and settings.detector.detector == "mask-rcnn":
+            length = dataclasses.replace(length, steps=MASK_RCNN_SHAPES_STEPS)
+        return dataclasses.replace(
+            settings,
+            backbone=fit_backbone(settings.backbone, flags),
+            optim=fit_length(settings.optim, length, flags),
+        )
 
     def __init__(self, settings: DetectionSettings, data: DetectionData | None = None):
         self.settings = settings

@@ -12,11 +12,12 @@ a checkpoint needs no state of any generator: a run that goes on from one does w
 import contextlib
 import copy
 import dataclasses
+import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from timm.layers import convert_sync_batchnorm
@@ -41,7 +42,14 @@ from softfree.training.sampling import (
     shuffle,
 )
 from softfree.training.schedule import Schedule
-from softfree.training.settings import Interval, OptimSettings, RunSettings, check_settings
+from softfree.training.settings import (
+    Flags,
+    Interval,
+    OptimSettings,
+    RunSettings,
+    check_settings,
+    settings_to_json,
+)
 from softfree.training.signals import StopRequest, ignore_signals
 
 
@@ -54,10 +62,12 @@ class MapData(Protocol):
 
 
 class Task(ABC):
-    """What the loop must be told of a task.
+    """What the loop, and the commands, must be told of a task.
 
     Attributes:
         name: e.g. "classification".
+        summary: what `softfree train NAME --help` begins with.
+        recipes: settings by name, to start from. An instance is made of such settings.
         metric: the number of :meth:`evaluate` that decides which checkpoint is the best.
         higher_is_better: whether more of it is better.
         headline: the numbers of :meth:`evaluate` that its line shows, where not all fit in a row; ``eval.csv``
@@ -69,12 +79,36 @@ class Task(ABC):
     """
 
     name: str
+    summary: str
+    recipes: ClassVar[Mapping[str, Any]]
     metric: str
     higher_is_better: bool = True
     headline: tuple[str, ...] = ()
     sizes_vary: bool = False
     train_data: MapData
     eval_data: MapData
+
+    @classmethod
+    def usual_recipe(cls, flags: Flags) -> str:
+        """The recipe to take if none is named: it may depend on the flags that are given."""
+        raise NotImplementedError
+
+    @classmethod
+    def adapt(cls, settings: Any, flags: Flags) -> Any:
+        """Settings in which what a recipe set, and no flag, fits what the flags changed."""
+        return settings
+
+    @classmethod
+    def run(cls, settings: Any, data: Any = None) -> "Outcome":
+        """Train as the settings say; ``data`` instead of what they name."""
+        task = cls(settings, data)  # type: ignore[call-arg]
+        outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
+        if not outcome.stopped and int(os.environ.get("RANK", 0)) == 0:
+            task.finish(outcome)
+        return outcome
+
+    def finish(self, outcome: "Outcome") -> None:  # noqa: B027 (most tasks have nothing left to do)
+        """What is left to do after the last step, by the main process alone."""
 
     @abstractmethod
     def build_model(self) -> nn.Module:

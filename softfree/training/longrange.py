@@ -1,14 +1,13 @@
-"""The Long Range Arena: settings, the papers' presets, and the task that the engine trains.
+"""The Long Range Arena: settings and recipes, and the task that the engine trains.
 
-train_longrange(settings)            -> Outcome, and OUTPUT/test.json with the test accuracy
+LongRange.run(settings)              -> Outcome, and OUTPUT/test.json with the test accuracy
 load_sequence_model("OUTPUT/best")   -> model, metadata
 """
 
 import dataclasses
 import functools
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,17 +34,9 @@ from softfree.training import checkpoint, distributed
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.devices import AmpDtype, autocast, choose_device, to_device
 from softfree.training.distributed import Processes
-from softfree.training.engine import Outcome, Task, train
+from softfree.training.engine import Outcome, Task
 from softfree.training.sampling import EvalSampler
-from softfree.training.settings import (
-    OptimSettings,
-    Overrides,
-    RunSettings,
-    parse_settings,
-    peek,
-    settings_to_json,
-    share_batch,
-)
+from softfree.training.settings import Flags, OptimSettings, RunSettings
 
 TEST_RESULT = "test.json"
 
@@ -99,109 +90,78 @@ class LongRangeSettings:
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """Batch, steps, steps of warm-up, steps between evaluations, and loading processes of a task."""
-
-    batch_size: int
-    steps: int
-    warmup_steps: int
-    eval_every: int
-    workers: int = 2
-    lr: float = 1e-4
+def _preset(
+    task: str, *, batch_size: int, steps: int, warmup_steps: int, eval_every: int, workers: int = 2
+) -> LongRangeSettings:
+    lr = 1e-4
+    return LongRangeSettings(
+        task,
+        data=LongRangeDataSettings(task=task),
+        optim=OptimSettings(
+            batch_size=batch_size,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            lr=lr,
+            # As torch's OneCycleLR begins and ends.
+            warmup_lr=lr / 25,
+            min_lr=lr * 4e-6,
+            sched="linear",
+            weight_decay=0.0,
+        ),
+        run=RunSettings(eval_every=eval_every, save_every="500", workers=workers),
+    )
 
 
 # Batch, steps, warm-up and learning rate are those of the Nyströmformer's comparison, which the SOFT papers
 # took. It evaluates more often on listops (every 50 steps), retrieval (300) and pathfinder (312).
-PRESETS = {
-    "listops": Preset(batch_size=32, steps=5_000, warmup_steps=1_000, eval_every=100),
-    "text": Preset(batch_size=32, steps=20_000, warmup_steps=8_000, eval_every=500),
-    "retrieval": Preset(batch_size=32, steps=30_000, warmup_steps=800, eval_every=1_000),
-    "image": Preset(batch_size=256, steps=35_000, warmup_steps=175, eval_every=175, workers=8),
-    "pathfinder": Preset(batch_size=256, steps=62_400, warmup_steps=312, eval_every=624, workers=8),
+RECIPES = {
+    settings.recipe: settings
+    for settings in (
+        _preset("listops", batch_size=32, steps=5_000, warmup_steps=1_000, eval_every=100),
+        _preset("text", batch_size=32, steps=20_000, warmup_steps=8_000, eval_every=500),
+        _preset("retrieval", batch_size=32, steps=30_000, warmup_steps=800, eval_every=1_000),
+        _preset("image", batch_size=256, steps=35_000, warmup_steps=175, eval_every=175, workers=8),
+        _preset(
+            "pathfinder", batch_size=256, steps=62_400, warmup_steps=312, eval_every=624, workers=8
+        ),
+    )
 }
 
 
-def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
-    """The preset of a task; without a name, that of --task. Fewer --steps shorten the warm-up with them."""
-    given = peek(argv, task=name or LongRangeDataSettings.task, steps="", batch_size="", epochs="")
-    check_task(given.task)
-    if given.epochs:
-        raise ValueError(f"--epochs {given.epochs}: these runs are counted in --steps")
-    preset = PRESETS[given.task]
-    steps = int(given.steps) if given.steps.isdecimal() and int(given.steps) else preset.steps
-    batch_size = preset.batch_size if given.batch_size else share_batch(preset.batch_size)
-    return {
-        "data": dict(task=given.task),
-        "optim": dict(
-            batch_size=batch_size,
-            steps=steps,
-            warmup_steps=preset.warmup_steps * steps // preset.steps,
-            lr=preset.lr,
-            # As torch's OneCycleLR begins and ends.
-            warmup_lr=preset.lr / 25,
-            min_lr=preset.lr * 4e-6,
-            sched="linear",
-            weight_decay=0.0,
-        ),
-        "run": dict(
-            eval_every=min(preset.eval_every, steps), save_every="500", workers=preset.workers
-        ),
-        "recipe": given.task,
-    }
-
-
-def parse_longrange(argv: Sequence[str]) -> LongRangeSettings:
-    """Settings from the command line."""
-    return parse_settings(
-        LongRangeSettings,
-        argv,
-        recipe,
-        tuple(PRESETS),
-        prog="softfree train longrange",
-        description=(
-            "Train the sequence encoder on a task of the Long Range Arena.\n\n"
-            "--task sets the defaults below to the papers' for it. --config FILE takes a settings.json of "
-            "an earlier run instead. Flags win over both. Under torchrun, --batch-size is that of one "
-            "process. At the end the step that was best on dev is tested."
-        ),
-    )
-
-
 def check_task(name: str) -> None:
-    """Refuse a task that there is not."""
+    """Refuse a task that does not exist."""
     if name not in TASKS:
         raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {name!r}")
-
-
-def train_longrange(settings: LongRangeSettings, data: LongRangeData | None = None) -> Outcome:
-    """Train as the settings say, then test the step that was best on dev; the result is in test.json."""
-    task = LongRange(settings, data)
-    outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
-    # The processes have parted: the first one tests alone.
-    if not outcome.stopped and int(os.environ.get("RANK", 0)) == 0:
-        scores = score_checkpoint(
-            settings.run.output / "best",
-            task.data.test,
-            Processes(0, 1, choose_device(settings.run.device)),
-            batch_size=settings.optim.batch_size,
-            workers=settings.run.workers,
-            amp_dtype=settings.optim.amp_dtype,
-        )
-        result = {**scores, "step": outcome.position.best_step}
-        path = settings.run.output / TEST_RESULT
-        checkpoint.write_durably(path, (json.dumps(result, indent=2) + "\n").encode())
-        Console(highlight=False, markup=False, soft_wrap=True).print(
-            f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
-        )
-    return outcome
 
 
 class LongRange(Task):
     """Sequences, or pairs of them, to classes, with cross-entropy."""
 
     name = "longrange"
+    summary = (
+        "Train the sequence encoder on a task of the Long Range Arena.\n\n--task sets the defaults below to "
+        "the papers' for it. At the end the step that was best on dev is tested."
+    )
+    recipes = RECIPES
     metric = "accuracy"
+
+    @classmethod
+    def usual_recipe(cls, flags: Flags) -> str:
+        task = flags.get("--task", LongRangeDataSettings.task)
+        check_task(task)
+        return task
+
+    @classmethod
+    def adapt(cls, settings: Any, flags: Flags) -> Any:
+        if "--epochs" in flags:
+            raise ValueError(f"--epochs {flags['--epochs']}: these runs are counted in --steps")
+        usual, optim, run = RECIPES[settings.recipe].optim, settings.optim, settings.run
+        if "--warmup-steps" not in flags:
+            warmup = usual.warmup_steps * optim.steps // usual.steps
+            optim = dataclasses.replace(optim, warmup_steps=warmup)
+        if "--eval-every" not in flags:
+            run = dataclasses.replace(run, eval_every=min(run.eval_every, optim.steps))
+        return dataclasses.replace(settings, optim=optim, run=run)
 
     def __init__(self, settings: LongRangeSettings, data: LongRangeData | None = None):
         check_task(settings.data.task)
@@ -212,6 +172,24 @@ class LongRange(Task):
         self.data = load_data(settings.data) if data is None else data
         self.train_data, self.eval_data = self.data.train, self.data.dev
         self.pad = PadSequences(self.task.length)
+
+    def finish(self, outcome: Outcome) -> None:
+        """Test the step that was best on dev; the result is in test.json."""
+        optim, run = self.settings.optim, self.settings.run
+        scores = score_checkpoint(
+            run.output / "best",
+            self.data.test,
+            Processes(0, 1, choose_device(run.device)),
+            batch_size=optim.batch_size,
+            workers=run.workers,
+            amp_dtype=optim.amp_dtype,
+        )
+        result = {**scores, "step": outcome.position.best_step}
+        path = run.output / TEST_RESULT
+        checkpoint.write_durably(path, (json.dumps(result, indent=2) + "\n").encode())
+        Console(highlight=False, markup=False, soft_wrap=True).print(
+            f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
+        )
 
     def build_model(self) -> nn.Module:
         return SequenceClassifier(**self.model_kwargs)

@@ -1,6 +1,6 @@
 """Semantic segmentation: settings and recipes, and the task that the engine trains.
 
-train_segmentation(settings)             -> Outcome
+Segmentation.run(settings)               -> Outcome
 load_segmenter("OUTPUT/best", device)    -> model, metadata
 """
 
@@ -31,21 +31,15 @@ from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segmen
 from softfree.training.checkpoint import load_model
 from softfree.training.classification import Normalize
 from softfree.training.dense import (
+    SMALL_BACKBONE,
     BackboneSettings,
     any_sizes,
     dense_parameter_groups,
-    run_length,
-    small_backbone,
+    fit_backbone,
 )
 from softfree.training.distributed import Processes
-from softfree.training.engine import Outcome, Task, train
-from softfree.training.settings import (
-    OptimSettings,
-    Overrides,
-    RunSettings,
-    settings_to_json,
-    share_batch,
-)
+from softfree.training.engine import Task
+from softfree.training.settings import Flags, OptimSettings, RunSettings, fit_length
 
 AUXILIARY_WEIGHT = 0.4
 
@@ -91,60 +85,63 @@ class SegmentationSettings:
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
-RECIPES = ("ade20k", "cityscapes", "shapes")
-
-
-def recipe(name: str, argv: Sequence[str] = ()) -> Overrides:
-    """What a recipe changes. Without a name: "shapes" without data, "ade20k" with."""
-    given = {argument.split("=")[0] for argument in argv}
-    if not name:
-        name = "ade20k" if "--data-dir" in given else "shapes"
-    # The paper's: AdamW, learning rate 6e-4, no scaling at random. MMSegmentation's "poly" of power 1 is a
-    # straight line; its warm-up takes 1500 steps.
-    common = dict(
-        lr=6e-4, min_lr=0.0, sched="linear", warmup_lr=1e-6, weight_decay=0.01, clip_grad=1.0,
-    )  # fmt: skip
-    if name == "ade20k":
-        chosen: dict[str, dict[str, Any]] = {
-            "optim": dict(common, **run_length(argv, 160_000, warmup=1500)),
-            "run": dict(eval_every=16_000),
-        }
-    elif name == "cityscapes":
-        chosen = {
-            "data": dict(crop=768, short_side=1024),
-            "optim": dict(common, **run_length(argv, 40_000, warmup=1500)),
-            "run": dict(eval_every=4_000),
-        }
-    else:
-        chosen = {
-            "data": dict(crop=96, short_side=0),
-            "decoder": dict(width=64),
-            "backbone": dict(model_kwargs=small_backbone(argv)),
-            "optim": dict(
-                run_length(argv, 1500, warmup=50),
-                lr=2e-3,
-                min_lr=1e-5,
-                weight_decay=0.05,
+# The paper's: AdamW, learning rate 6e-4, no scaling at random. MMSegmentation's "poly" of power 1 is a
+# straight line; its warm-up takes 1500 steps.
+_PAPER = OptimSettings(
+    lr=6e-4, min_lr=0.0, sched="linear", warmup_steps=1500, warmup_lr=1e-6, weight_decay=0.01,
+    clip_grad=1.0,
+)  # fmt: skip
+RECIPES = {
+    settings.recipe: settings
+    for settings in (
+        SegmentationSettings(
+            "ade20k",
+            optim=dataclasses.replace(_PAPER, batch_size=16, steps=160_000),
+            run=RunSettings(eval_every=16_000),
+        ),
+        SegmentationSettings(
+            "cityscapes",
+            data=SegmentationDataSettings(crop=768, short_side=1024),
+            optim=dataclasses.replace(_PAPER, batch_size=8, steps=40_000),
+            run=RunSettings(eval_every=4_000),
+        ),
+        SegmentationSettings(
+            "shapes",
+            data=SegmentationDataSettings(crop=96, short_side=0),
+            decoder=DecoderSettings(width=64),
+            backbone=BackboneSettings(model_kwargs=SMALL_BACKBONE),
+            optim=OptimSettings(
+                batch_size=8, steps=1500, warmup_steps=50, lr=2e-3, min_lr=1e-5, weight_decay=0.05,
                 clip_grad=1.0,
             ),
-            "run": dict(workers=0, eval_every=500),
-        }
-    batches = {"ade20k": 16, "cityscapes": 8, "shapes": 8}
-    if "--batch-size" not in given:
-        chosen["optim"]["batch_size"] = share_batch(batches[name])
-    return {**chosen, "recipe": name}  # type: ignore[dict-item]
-
-
-def train_segmentation(settings: SegmentationSettings) -> Outcome:
-    """Train a segmentation network as the settings say."""
-    return train(Segmentation(settings), settings.optim, settings.run, settings_to_json(settings))
+            run=RunSettings(workers=0, eval_every=500),
+        ),
+    )
+}  # fmt: skip
 
 
 class Segmentation(Task):
     """Pictures to a class for every pixel, with cross-entropy and an auxiliary head."""
 
     name = "segmentation"
+    summary = (
+        "Train UPerNet: a class for every pixel.\n\n--recipe NAME sets defaults: ade20k, cityscapes, shapes "
+        "(without: shapes for the embedded shapes, else ade20k)."
+    )
+    recipes = RECIPES
     metric = "mIoU"
+
+    @classmethod
+    def usual_recipe(cls, flags: Flags) -> str:
+        return "ade20k" if "--data-dir" in flags else "shapes"
+
+    @classmethod
+    def adapt(cls, settings: SegmentationSettings, flags: Flags) -> SegmentationSettings:
+        return dataclasses.replace(
+            settings,
+            backbone=fit_backbone(settings.backbone, flags),
+            optim=fit_length(settings.optim, RECIPES[settings.recipe].optim, flags),
+        )
 
     def __init__(self, settings: SegmentationSettings, data: SegmentationData | None = None):
         self.settings = settings

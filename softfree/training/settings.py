@@ -2,12 +2,13 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import tyro
 
@@ -16,7 +17,7 @@ from softfree.models.metadata import read_json
 from softfree.training.devices import AmpDtype
 
 Settings = TypeVar("Settings")
-Overrides = Mapping[str, Mapping[str, Any]]
+Flags = Mapping[str, str]
 # torch warns of more loading processes than there are cores.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
 
@@ -162,20 +163,29 @@ def check_settings(optim: OptimSettings, run: RunSettings) -> None:
         raise ValueError(f"--model-ema-decay must lie in [0, 1), got {optim.model_ema_decay}")
 
 
-def parse_settings(
-    kind: type[Settings],
-    argv: Sequence[str],
-    recipe_of: Callable[[str, Sequence[str]], Overrides],
-    recipes: Sequence[str],
-    prog: str,
-    description: str,
-) -> Settings:
-    """Settings of a task from the command line.
+class OffersRecipes(Protocol):
+    """What :func:`resolve` must be told of a task; see :class:`softfree.training.engine.Task`."""
 
-    ``kind`` is a frozen dataclass of dataclasses with a field ``recipe``. ``recipe_of(name, argv)`` gives
-    what a recipe changes, e.g. ``{"optim": {"lr": 5e-4}}``; its name may be "", if none was asked for.
-    ``--config FILE`` takes a settings.json in its place. Flags win over both.
+    @property
+    def recipes(self) -> Mapping[str, Any]: ...
+
+    def usual_recipe(self, flags: Flags) -> str: ...
+
+    def adapt(self, settings: Any, flags: Flags) -> Any: ...
+
+
+def resolve(
+    argv: Sequence[str],
+    task: OffersRecipes,
+    recipes: Mapping[str, Any] | None = None,
+    prog: str = "",
+    description: str = "",
+) -> Any:
+    """Settings of a task: a recipe or the file of --config, then the flags, which win.
+
+    ``recipes`` stand in for the task's own, of a dataclass that has the same parts and more.
     """
+    recipes = task.recipes if recipes is None else recipes
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", default="")
     first.add_argument("--config", default="")
@@ -184,11 +194,13 @@ def parse_settings(
         raise ValueError(f"--recipe must be one of {', '.join(recipes)}, got {chosen.recipe!r}")
     if chosen.recipe and chosen.config:
         raise ValueError("--recipe and --config can't be used together: the file has its recipe")
+    flags = _flags_in(rest)
+    kind = type(next(iter(recipes.values())))
     if chosen.config:
         default = read_settings(kind, Path(chosen.config))
     else:
-        default = override(kind(), recipe_of(chosen.recipe, rest))
-    return tyro.cli(
+        default = recipes[chosen.recipe or task.usual_recipe(flags)]
+    settings = tyro.cli(
         kind,
         args=rest,
         default=default,
@@ -196,14 +208,47 @@ def parse_settings(
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+    if chosen.config:
+        return settings
+    if "--batch-size" not in flags:
+        settings = override(settings, {"optim": dict(batch_size=_share_batch(default))})
+    return task.adapt(settings, flags)
 
 
-def peek(argv: Sequence[str], **defaults: str) -> argparse.Namespace:
-    """Flags that a recipe depends on, before all are read: ``peek(argv, batch_size="")`` reads --batch-size."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name, default in defaults.items():
-        parser.add_argument("--" + name.replace("_", "-"), default=default)
-    return parser.parse_known_args(list(argv))[0]
+def fit_length(optim: OptimSettings, recipe: OptimSettings, flags: Flags) -> OptimSettings:
+    """``optim``, which flags made of ``recipe``, with warm-up and drops that fit the run's length.
+
+    A recipe that counts in steps gives way to --epochs. The warm-up takes a tenth of the steps at most, and drops
+    come at the same share of the run. What a flag set stays.
+    """
+    steps = optim.steps if "--steps" in flags else recipe.steps
+    if "--epochs" in flags and "--steps" not in flags:
+        steps = 0
+    warmup = recipe.warmup_steps
+    if steps:
+        warmup = min(warmup, steps // 10)
+    elif recipe.steps:
+        warmup = 0
+    share = (steps or optim.epochs) / (recipe.steps or recipe.epochs)
+    fitted: dict[str, Any] = {
+        "--steps": steps,
+        "--warmup-steps": warmup,
+        "--decay-milestones": tuple(round(drop * share) for drop in recipe.decay_milestones),
+    }
+    changes = {
+        flag[2:].replace("-", "_"): value for flag, value in fitted.items() if flag not in flags
+    }
+    return dataclasses.replace(optim, **changes)
+
+
+def _flags_in(argv: Sequence[str]) -> Flags:
+    """The flags of a command line, each with what follows it: its first value, or nothing."""
+    flags = {}
+    for argument, following in itertools.pairwise([*argv, ""]):
+        if argument.startswith("--"):
+            flag, equals, value = argument.partition("=")
+            flags[flag] = value if equals else following
+    return flags
 
 
 def _with_hyphens(argument: str) -> str:
@@ -211,13 +256,11 @@ def _with_hyphens(argument: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
 
-def override(settings: Settings, overrides: Overrides) -> Settings:
+def override(settings: Settings, overrides: Mapping[str, Mapping[str, Any]]) -> Settings:
     """``settings`` with some fields of its parts changed."""
     parts: Any = settings
     changed = {
         name: dataclasses.replace(getattr(parts, name), **value)
-        if isinstance(value, Mapping)
-        else value
         for name, value in overrides.items()
     }
     return dataclasses.replace(parts, **changed)
@@ -257,12 +300,12 @@ def _from_plain(kind: Any, values: Mapping[str, Any]) -> Any:
     return kind(**made)
 
 
-def share_batch(global_batch: int) -> int:
+def _share_batch(recipe: Any) -> int:
     """A recipe's batch shared out among the processes that torchrun started."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if global_batch % processes:
+    batch, processes = recipe.optim.batch_size, int(os.environ.get("WORLD_SIZE", 1))
+    if batch % processes:
         raise ValueError(
-            f"the recipe's batch of {global_batch} can't be shared out among {processes} processes; "
+            f"the recipe's batch of {batch} can't be shared out among {processes} processes; "
             "give --batch-size, the batch of one process"
         )
-    return global_batch // processes
+    return batch // processes

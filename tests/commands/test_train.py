@@ -13,8 +13,8 @@ from PIL import Image
 
 import softfree_cli
 from softfree.commands import train
-from softfree.training import classification
 from softfree.training.checkpoint import load_for_inference
+from softfree.training.classification import Classification
 from softfree.training.guard import NonFiniteError
 
 SMALL = ["--img-size", "32", "--workers", "0", "--device", "cpu", "--batch-size", "4"]
@@ -132,10 +132,10 @@ def test_arguments_that_can_not_be_meant_give_one_clear_line(tmp_path, capsys, a
 
 
 def test_failures_on_the_way_have_their_own_exit_code(monkeypatch, capsys):
-    def fails(settings):
+    def fails(*_):
         raise error
 
-    monkeypatch.setattr(classification, "train_classification", fails)
+    monkeypatch.setattr(Classification, "run", fails)
     error: Exception = NonFiniteError("stopped at step 3")
     assert run() == train.FAILED == 1
     error = OSError(errno.ENOSPC, "No space left on device")

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from softfree.commands._validate_longrange import longrange
-from softfree.training.longrange import parse_longrange, train_longrange
+from softfree.training.longrange import LongRange
+from softfree.training.settings import resolve
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def output(tmp_path):
     options = ["--data-dir", str(tmp_path / "cache"), "--output", str(tmp_path / "out")]
     options += ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1"]
     options += ["--attention-options", "stride=100", "--listops-train", "8", "--listops-eval", "5"]
-    train_longrange(parse_longrange([*options, "--steps", "2", "--batch-size", "4"]))
+    LongRange.run(resolve([*options, "--steps", "2", "--batch-size", "4"], LongRange))
     return tmp_path / "out"
 
 

@@ -25,7 +25,6 @@ from softfree.training.classification import (
     load_classifier,
     load_pretrained,
     smoothed_cross_entropy,
-    train_classification,
 )
 from softfree.training.distributed import Processes
 from softfree.training.engine import train
@@ -50,7 +49,7 @@ def settings(output=None, model=None, augment=None, optim=None, **run):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     output = tmp_path_factory.mktemp("trained")
-    train_classification(settings(output))
+    Classification.run(settings(output))
     return output
 
 
@@ -137,8 +136,8 @@ def on_device(output=None, **changes):
 
 
 def test_pictures_on_the_device_give_the_same_crops_after_a_resume(tmp_path):
-    train_classification(on_device(tmp_path / "once"))
-    train_classification(on_device(tmp_path / "again"))
+    Classification.run(on_device(tmp_path / "once"))
+    Classification.run(on_device(tmp_path / "again"))
     once, again = (read_weights(tmp_path / name / "last") for name in ("once", "again"))
     assert all(torch.equal(once[name], again[name]) for name in once)
 
@@ -149,7 +148,7 @@ def test_pictures_on_the_device_give_the_same_crops_after_a_resume(tmp_path):
 
     given = on_device(tmp_path / "stopped")
     assert train(Stopped(given), given.optim, given.run, "{}").position.step == 1
-    assert train_classification(on_device(tmp_path / "stopped", resume="auto")).position.step == 2
+    assert Classification.run(on_device(tmp_path / "stopped", resume="auto")).position.step == 2
     resumed = read_weights(tmp_path / "stopped" / "last")
     assert all(torch.equal(once[name], resumed[name]) for name in once)
     crops = []
@@ -175,7 +174,7 @@ def test_pictures_on_the_device_refuse_what_is_done_on_the_cpu():
 
 
 def test_positions_can_be_laid_out_for_another_size_and_a_checkpoint_remembers_it(tmp_path):
-    train_classification(settings(tmp_path, model={"positions_at": 64}))
+    Classification.run(settings(tmp_path, model={"positions_at": 64}))
     model, metadata = load_classifier(tmp_path / "best")
     assert metadata["img_size"] == 32
     assert model.stages[0].pos_embed.weight.shape[1] == (64 // 4) ** 2
@@ -260,11 +259,11 @@ def test_weights_come_from_files_of_timm_too(tmp_path, suffix):
 def test_frozen_parameters_stay_and_the_others_move(tmp_path):
     task_settings = settings(tmp_path, model={"freeze": ("stem.*", "stages.0.*")})
     torch.manual_seed(0)
-    train_classification(task_settings)
+    Classification.run(task_settings)
     moved, _ = load_classifier(tmp_path / "last")
     still = dataclasses.replace(task_settings, optim=OptimSettings(batch_size=16, steps=1, lr=0.0))
     still = dataclasses.replace(still, run=dataclasses.replace(still.run, output=tmp_path / "0"))
-    train_classification(still)
+    Classification.run(still)
     start, _ = load_classifier(tmp_path / "0" / "last")
     for (name, before), after in zip(start.named_parameters(), moved.parameters(), strict=True):
         frozen = name.startswith(("stem.", "stages.0."))

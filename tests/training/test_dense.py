@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from softfree.models.detection import retinanet
-from softfree.training import detection, segmentation
 from softfree.training.dense import (
+    SMALL_BACKBONE,
     BackboneSettings,
     any_sizes,
     dense_parameter_groups,
-    small_backbone,
 )
-from softfree.training.settings import OptimSettings
+from softfree.training.detection import Detection
+from softfree.training.segmentation import Segmentation
+from softfree.training.settings import OptimSettings, resolve
 from tests.models.small import PYRAMID
 
 
@@ -71,25 +72,40 @@ def test_landmarks_and_arguments_that_no_backbone_takes_are_refused_by_their_fla
 
 
 def test_shapes_are_learned_with_few_channels_by_our_pyramids_alone():
-    assert "embed_dims=32,64,128,192" in small_backbone([])
-    assert small_backbone(["--steps", "3", "--model=soft_tiny"]) == small_backbone([])
-    assert small_backbone(["--model", "resnet18"]) == ()
+    def model_kwargs(*argv):
+        return resolve(argv, Detection).backbone.model_kwargs
+
+    assert "embed_dims=32,64,128,192" in SMALL_BACKBONE
+    assert model_kwargs() == model_kwargs("--steps", "3", "--model=soft_tiny") == SMALL_BACKBONE
+    assert model_kwargs("--model", "resnet18") == ()
+    assert model_kwargs("--model", "resnet18", "--model-kwargs", "a=1") == ("a=1",)
 
 
 def test_a_shorter_run_has_a_shorter_warm_up_and_earlier_drops():
     usual, steps, epochs = (
-        detection.recipe("1x", argv)["optim"] for argv in ([], ["--steps=600"], ["--epochs", "6"])
+        resolve(["--recipe", "1x", *argv], Detection).optim
+        for argv in ([], ["--steps=600"], ["--epochs", "6"])
     )
-    assert (usual["epochs"], usual["steps"], usual["warmup_steps"]) == (12, 0, 500)
-    assert usual["decay_milestones"] == (8, 11)
+    assert (usual.epochs, usual.steps, usual.warmup_steps) == (12, 0, 500)
+    assert usual.decay_milestones == (8, 11)
     # With --steps, milestones are steps.
-    assert (steps["steps"], steps["warmup_steps"]) == (600, 60)
-    assert steps["decay_milestones"] == (400, 550)
-    assert (epochs["epochs"], epochs["steps"], epochs["decay_milestones"]) == (6, 0, (4, 6))
-    segmenter = segmentation.recipe("ade20k", ["--steps", "3000"])["optim"]
-    assert (segmenter["steps"], segmenter["warmup_steps"]) == (3000, 300)
+    assert (steps.steps, steps.warmup_steps) == (600, 60)
+    assert steps.decay_milestones == (400, 550)
+    assert (epochs.epochs, epochs.steps, epochs.decay_milestones) == (6, 0, (4, 6))
+    segmenter = resolve(["--recipe", "ade20k", "--steps", "3000"], Segmentation).optim
+    assert (segmenter.steps, segmenter.warmup_steps) == (3000, 300)
     # Recipes that count in steps give way to --epochs.
-    assert segmentation.recipe("ade20k", ["--epochs", "3"])["optim"]["steps"] == 0
+    optim = resolve(["--recipe", "ade20k", "--epochs", "3"], Segmentation).optim
+    assert (optim.steps, optim.warmup_steps) == (0, 0)
+
+
+def test_flags_win_over_what_the_length_of_the_run_would_make_of_warm_up_and_drops():
+    argv = ["--recipe", "1x", "--epochs", "6", "--decay-milestones", "8", "11"]
+    assert resolve(argv, Detection).optim.decay_milestones == (8, 11)
+    argv = ["--detector", "mask-rcnn", "--warmup-steps", "100"]
+    optim = resolve(argv, Detection).optim
+    assert (optim.steps, optim.warmup_steps) == (800, 100)
+    assert resolve(argv[:2], Detection).optim.warmup_steps == 80
 
 
 def test_cudnn_does_not_time_its_algorithms_for_every_size(monkeypatch):

@@ -16,8 +16,6 @@ from softfree.training.detection import (
     detect,
     for_evaluation,
     load_detector,
-    recipe,
-    train_detection,
 )
 from softfree.training.distributed import Processes
 from softfree.training.engine import train
@@ -29,7 +27,7 @@ TINY = ("embed_dims=16,32,48,64", "num_heads=1,2,3,4", "depths=1,1,1,1", "img_si
 
 def tiny(tmp_path, detector="retinanet", **optim) -> DetectionSettings:
     return override(
-        override(DetectionSettings(), recipe("shapes")),
+        RECIPES["shapes"],
         {
             "data": dict(short_sides=(64,), short_side=64),
             "detector": dict(detector=detector, width=16, anchor_size=10, proposals=16),
@@ -46,12 +44,12 @@ def shapes(detector="retinanet", count=6):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_fits_the_settings(name):
-    assert override(DetectionSettings(), recipe(name)).recipe == name
+    assert RECIPES[name].recipe == name
 
 
 def test_the_recipes_are_those_of_the_paper():
-    one = override(DetectionSettings(), recipe("1x"))
-    three = override(DetectionSettings(), recipe("3x"))
+    one = RECIPES["1x"]
+    three = RECIPES["3x"]
     assert (one.optim.epochs, one.optim.decay_milestones) == (12, (8, 11))
     assert (three.optim.epochs, three.optim.decay_milestones) == (36, (27, 33))
     for settings in (one, three):
@@ -66,8 +64,8 @@ def test_the_recipes_are_those_of_the_paper():
 
 
 def test_without_a_recipe_the_data_decide():
-    assert recipe("", ["--data-dir", "coco"])["recipe"] == "1x"
-    assert recipe("", [])["recipe"] == "shapes"
+    assert Detection.usual_recipe({"--data-dir": "coco"}) == "1x"
+    assert Detection.usual_recipe({}) == "shapes"
 
 
 @pytest.mark.parametrize("detector", ["retinanet", "mask-rcnn"])
@@ -191,7 +189,7 @@ def test_a_batch_without_a_readable_picture_is_filled_with_the_first_of_the_set(
 def test_an_unknown_model_is_refused_before_anything_is_read(tmp_path):
     settings = override(tiny(tmp_path), {"backbone": dict(model="softpp_tinny")})
     with pytest.raises(ValueError, match="did you mean 'softpp_tiny'"):
-        train_detection(settings)
+        Detection.run(settings)
 
 
 @pytest.mark.parametrize(

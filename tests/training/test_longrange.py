@@ -9,13 +9,8 @@ import softfree_cli
 from softfree.data.longrange import TASKS, PadSequences
 from softfree.layers import ATTENTIONS
 from softfree.training.checkpoint import read_weights
-from softfree.training.longrange import (
-    PRESETS,
-    LongRange,
-    load_sequence_model,
-    parse_longrange,
-    train_longrange,
-)
+from softfree.training.longrange import RECIPES, LongRange, load_sequence_model
+from softfree.training.settings import resolve
 
 QUICK = ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1", "--mlp-dim", "16"]
 
@@ -34,6 +29,10 @@ def reviews(tmp_path):
     return tmp_path
 
 
+def parse(argv):
+    return resolve(argv, LongRange)
+
+
 def arguments(reviews, output, *more):
     return ["--task", "text", "--data-dir", str(reviews), "--output", str(output), *QUICK, *more]
 
@@ -48,7 +47,7 @@ SPEC = {  # batch, lr, warm-up, steps
 
 @pytest.mark.parametrize("name", SPEC)
 def test_presets_are_the_papers(name):
-    settings = parse_longrange(["--task", name])
+    settings = parse(["--task", name])
     optim = settings.optim
     assert (optim.batch_size, optim.lr, optim.warmup_steps, optim.steps) == SPEC[name]
     assert (optim.sched, optim.weight_decay, optim.clip_grad) == ("linear", 0.0, 0.0)
@@ -68,33 +67,33 @@ def test_presets_are_the_papers(name):
 
 
 def test_every_task_has_a_preset():
-    assert set(PRESETS) == set(TASKS)
+    assert set(RECIPES) == set(TASKS)
 
 
 def test_fewer_steps_shorten_the_warm_up_and_flags_win():
-    optim = parse_longrange(["--task", "text", "--steps", "200"]).optim
+    optim = parse(["--task", "text", "--steps", "200"]).optim
     assert (optim.steps, optim.warmup_steps) == (200, 80)
-    optim = parse_longrange(["--steps", "200", "--warmup-steps", "5", "--batch-size=3"]).optim
+    optim = parse(["--steps", "200", "--warmup-steps", "5", "--batch-size=3"]).optim
     assert (optim.warmup_steps, optim.batch_size) == (5, 3)
 
 
 def test_the_batch_of_a_preset_is_shared_out_among_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert parse_longrange(["--task", "image"]).optim.batch_size == 64
-    assert parse_longrange(["--task", "image", "--batch-size", "100"]).optim.batch_size == 100
+    assert parse(["--task", "image"]).optim.batch_size == 64
+    assert parse(["--task", "image", "--batch-size", "100"]).optim.batch_size == 100
 
 
 @pytest.mark.parametrize("attention", ["softpp", "softmax"])
 def test_a_model_learns_and_its_checkpoint_gives_the_test_accuracy_again(
     reviews, tmp_path, attention
 ):
-    settings = parse_longrange(
+    settings = parse(
         arguments(
             reviews, tmp_path / "out", "--attention", attention, "--steps", "60", "--lr", "1e-2",
             "--batch-size", "16", "--eval-every", "20",
         )
     )  # fmt: skip
-    outcome = train_longrange(settings)
+    outcome = LongRange.run(settings)
     assert outcome.position.step == 60
     result = json.loads((tmp_path / "out" / "test.json").read_text())
     assert result["accuracy"] == 100 and result["samples"] == 32
@@ -109,9 +108,7 @@ def test_a_model_learns_and_its_checkpoint_gives_the_test_accuracy_again(
 def test_a_run_that_is_resumed_ends_like_one_that_was_not(reviews, tmp_path):
     def run(name, steps, *more):
         options = ["--batch-size", "8", "--warmup-steps", "2", "--eval-every", "100", *more]
-        train_longrange(
-            parse_longrange(arguments(reviews, tmp_path / name, "--steps", steps, *options))
-        )
+        LongRange.run(parse(arguments(reviews, tmp_path / name, "--steps", steps, *options)))
         return read_weights(tmp_path / name / "last")
 
     whole = run("whole", "8", "--sched", "multistep")
@@ -130,10 +127,10 @@ def test_a_run_that_is_resumed_ends_like_one_that_was_not(reviews, tmp_path):
 def test_a_run_does_not_go_on_from_that_of_another_network(reviews, tmp_path, changes, message):
     options = ["--attention-options", "stride=2", "--steps", "2", "--batch-size", "4"]
     given = arguments(reviews, tmp_path, "--attention", "softpp", *options)
-    train_longrange(parse_longrange(given))
+    LongRange.run(parse(given))
     before = (tmp_path / "last" / "state.pt").read_bytes()
     with pytest.raises(ValueError, match=message):
-        train_longrange(parse_longrange([*given, "--steps", "4", *changes, "--resume", "auto"]))
+        LongRange.run(parse([*given, "--steps", "4", *changes, "--resume", "auto"]))
     assert (tmp_path / "last" / "state.pt").read_bytes() == before
 
 
@@ -149,7 +146,7 @@ def test_listops_needs_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ["--listops-train", "8", "--listops-eval", "2", "--steps", "1", "--batch-size", "2"]
     options += ["--attention-options", "stride=100", "--output", str(tmp_path / "out"), *QUICK]
-    assert train_longrange(parse_longrange(options)).position.step == 1
+    assert LongRange.run(parse(options)).position.step == 1
     assert list((tmp_path / "cache" / "softfree").glob("listops*.npz"))
 
 
@@ -166,7 +163,7 @@ def test_pairs_train(tmp_path):
         str(tmp_path / "out"),
     ]
     options += ["--steps", "2", "--batch-size", "4", *QUICK]
-    assert train_longrange(parse_longrange(options)).position.step == 2
+    assert LongRange.run(parse(options)).position.step == 2
 
 
 @pytest.mark.parametrize(
@@ -197,9 +194,7 @@ def test_mistakes_are_named_in_one_line(options, message, capsys, tmp_path):
 
 
 def test_a_checkpoint_of_another_task_is_refused(reviews, tmp_path):
-    train_longrange(
-        parse_longrange(arguments(reviews, tmp_path / "out", "--steps", "1", "--batch-size", "4"))
-    )
+    LongRange.run(parse(arguments(reviews, tmp_path / "out", "--steps", "1", "--batch-size", "4")))
     path = tmp_path / "out" / "best" / "metadata.json"
     path.write_text(path.read_text().replace('"task": "longrange"', '"task": "classification"'))
     with pytest.raises(ValueError, match="is a checkpoint of classification, not of longrange"):

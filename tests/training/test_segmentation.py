@@ -20,7 +20,6 @@ from softfree.training.segmentation import (
     evaluate_segmenter,
     load_segmenter,
     predict_classes,
-    recipe,
 )
 from softfree.training.settings import override, settings_to_json
 
@@ -31,7 +30,7 @@ UNCHANGED = Normalize((0.0, 0.0, 0.0), (1 / 255,) * 3)
 
 def tiny(tmp_path, **optim) -> SegmentationSettings:
     return override(
-        override(SegmentationSettings(), recipe("shapes")),
+        RECIPES["shapes"],
         {
             "data": dict(crop=64),
             "decoder": dict(width=16),
@@ -48,12 +47,12 @@ def shapes(count=6):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_fits_the_settings(name):
-    assert override(SegmentationSettings(), recipe(name)).recipe == name
+    assert RECIPES[name].recipe == name
 
 
 def test_the_recipes_are_those_of_the_paper():
-    ade20k = override(SegmentationSettings(), recipe("ade20k"))
-    cityscapes = override(SegmentationSettings(), recipe("cityscapes"))
+    ade20k = RECIPES["ade20k"]
+    cityscapes = RECIPES["cityscapes"]
     assert (ade20k.optim.steps, ade20k.data.crop) == (160_000, 512)
     assert (cityscapes.optim.steps, cityscapes.data.crop) == (40_000, 768)
     assert ade20k.optim.lr == cityscapes.optim.lr == 6e-4

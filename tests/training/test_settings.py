@@ -5,19 +5,19 @@ import json
 
 import pytest
 
-from softfree.training.classification import RECIPES, ClassificationSettings, recipe
+from softfree.training.classification import Classification
 from softfree.training.settings import (
     Interval,
     OptimSettings,
     RunSettings,
     check_settings,
-    parse_settings,
+    resolve,
     settings_to_json,
 )
 
 
 def parse(*argv):
-    return parse_settings(ClassificationSettings, argv, recipe, RECIPES, "train", "")
+    return resolve(argv, Classification)
 
 
 def test_flags_win_over_the_recipe():
