@@ -41,9 +41,7 @@ def learn(
 ) -> Iterator[dict[str, object]]:
     """Train; every 50 steps, the accuracy and the mean loss since."""
     torch.manual_seed(seed)
-    model = SequenceClassifier(
-        VOCABULARY, LONGEST, CLASSES, attention, dropout=0.0, attention_options=options
-    )
+    model = SequenceClassifier(VOCABULARY, LONGEST, CLASSES, attention, dropout=0.0, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     schedule = LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - WARM_UP))

@@ -29,9 +29,7 @@ def measure(
 ) -> list[tuple[float, float]]:
     """For each block: size of the tokens, and of what the attention adds."""
     torch.manual_seed(0)
-    model = SequenceClassifier(
-        VOCABULARY, LENGTH, CLASSES, attention, attention_options=options
-    ).eval()
+    model = SequenceClassifier(VOCABULARY, LENGTH, CLASSES, attention, **options).eval()
     sizes: list[float] = []
 
     def note(x: Tensor) -> None:

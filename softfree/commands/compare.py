@@ -44,7 +44,6 @@ from softfree.commands.train import report
 from softfree.data.longrange import TASKS, LongRangeData
 from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
-from softfree.models.sequence import SequenceClassifier
 from softfree.training.checkpoint import SETTINGS, different_settings
 from softfree.training.devices import autocast, choose_device
 from softfree.training.longrange import (
@@ -54,6 +53,7 @@ from softfree.training.longrange import (
     LongRangeDataSettings,
     LongRangeSettings,
     SequenceModelSettings,
+    build_encoder,
     check_encoder,
     load_data,
     model_arguments,
@@ -223,7 +223,7 @@ def measure(
     """Fill in size, work, speed and memory at the task's full length; weights do not matter to them."""
     task = TASKS[settings.data.task]
     torch.manual_seed(0)
-    model = SequenceClassifier(**model_arguments(settings.model, task))
+    model = build_encoder(model_arguments(settings.model, task))
     shape = (2, task.length) if task.pair else (task.length,)
     row.parameters = count_parameters(model)
     row.macs = count_macs(_OneSample(model, (1, *shape)), size=1, in_chans=1)

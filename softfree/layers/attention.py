@@ -59,7 +59,7 @@ class SoftAttention(nn.Module):
         iterations, start, ridge, backend: see :func:`softfree.soft_attention`.
         qv_bias: biases of the projections to queries and values.
         query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
-            further apart. A model that draws its weights anew, as those for images do, undoes it.
+            further apart.
         output_gain: the same for those of the projection at the end.
         landmark_gain: the same for those of the norm of convolution landmarks. With 1, as in the authors' code,
             landmarks start far from all tokens, and the attention at next to 0; with 0.25, among them.
@@ -119,16 +119,21 @@ class SoftAttention(nn.Module):
         )
         self.value_conv = ValueConv(num_heads, value_conv, sequence) if value_conv else None
         self.proj = nn.Linear(dim, dim)
-        with torch.no_grad():
-            self.qv.weight[:dim] *= query_gain
-            self.proj.weight *= output_gain
-            if isinstance(self.sampler, ConvLandmarks):
-                self.sampler.norm.weight.mul_(landmark_gain)
-            elif landmark_gain != 1:
-                raise ValueError(
-                    f"landmark_gain is for convolution landmarks, got {landmark_gain} "
-                    f"with landmarks={landmarks!r}"
-                )
+        if landmark_gain != 1 and not isinstance(self.sampler, ConvLandmarks):
+            raise ValueError(
+                f"landmark_gain is for convolution landmarks, got {landmark_gain} "
+                f"with landmarks={landmarks!r}"
+            )
+        self.query_gain, self.output_gain, self.landmark_gain = gains.values()
+        self.apply_gains()
+
+    @torch.no_grad()
+    def apply_gains(self) -> None:
+        """Multiply weights that were just drawn by the gains; a model that draws them anew calls it after that."""
+        self.qv.weight[: self.qv.in_features].mul_(self.query_gain)
+        self.proj.weight.mul_(self.output_gain)
+        if isinstance(self.sampler, ConvLandmarks):
+            nn.init.constant_(self.sampler.norm.weight, self.landmark_gain)
 
     def extra_repr(self) -> str:
         kind = "SOFT++" if self.normalize else "SOFT"

@@ -3,7 +3,7 @@
 import inspect
 import numbers
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -80,10 +80,20 @@ def check_attention(name: str) -> None:
         )
 
 
-def check_options(name: str, options: Iterable[str]) -> None:
-    """Raise if the attention ``name`` has no option of one of these names."""
+def check_options(
+    name: str, options: Mapping[str, Any], model: type[nn.Module] | None = None
+) -> None:
+    """Raise if the attention ``name`` has no option of one of these names.
+
+    The error of a model whose keywords these are, beside its own, names those too.
+    """
     check_attention(name)
-    _check_known(f"attention {name!r}", options, option_names(name) - GIVEN)
+    known, what = option_names(name) - GIVEN, f"attention {name!r}"
+    if model is not None:
+        parameters = inspect.signature(model).parameters.values()
+        known |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        what = f"{model.__name__} with {what}"
+    _check_known(what, options, known)
 
 
 def option_names(name: str) -> set[str]:
@@ -101,12 +111,13 @@ def default_mlp_ratio(name: str) -> float:
     return 4.0 if CLASSES[name] in (SoftAttention, ReformerAttention) else 3.5
 
 
-def _check_known(what: str, options: Iterable[str], known: set[str]) -> None:
-    unknown = set(options) - known
+def _check_known(what: str, options: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(options.keys() - known)
     if unknown:
         raise TypeError(
-            f"{what} has no option {', '.join(map(repr, sorted(unknown)))}; "
-            f"there are {', '.join(map(repr, sorted(known)))}"
+            f"{what} has no option {', '.join(map(repr, unknown))}; "
+            f"there are {', '.join(map(repr, sorted(known)))}; "
+            f"got {', '.join(f'{key}={options[key]!r}' for key in unknown)}"
         )
 
 

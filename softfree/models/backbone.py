@@ -8,6 +8,8 @@ from timm.layers import to_2tuple, trunc_normal_
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from softfree.layers.attention import SoftAttention
+
 POOLS = ("token", "avg", "")
 ImageSize = int | tuple[int, int]
 
@@ -37,6 +39,9 @@ class Backbone(nn.Module):
                 trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, SoftAttention):
+                module.apply_gains()
 
     def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Yield (tokens, size) after each part that counts as a feature, in order."""

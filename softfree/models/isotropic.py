@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from softfree.layers.block import Block
 from softfree.layers.embeddings import PositionEmbedding
-from softfree.layers.factory import check_attention, create_attention, default_mlp_ratio
+from softfree.layers.factory import check_options, create_attention, default_mlp_ratio
 from softfree.layers.landmarks import Landmarks
 from softfree.models.backbone import Backbone, ImageSize, parse_img_size, to_tokens
 from softfree.models.registry import default_cfg, register
@@ -28,9 +28,9 @@ class SoftVisionTransformer(Backbone):
         in_chans, num_classes: as in timm's models; ``global_pool`` is ``"avg"`` or ``""``.
         patch_size: side of a patch; images are padded to a multiple of it.
         embed_dim, num_heads, depth: of the blocks.
-        attention, attention_options, mlp_ratio: as in :class:`softfree.models.SoftPyramid`.
-        landmarks, stride, value_conv, normalize, iterations, start, ridge, landmark_gain, backend: as in
-            :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at 224².
+        attention, mlp_ratio, attention_options: as in :class:`softfree.models.SoftPyramid`.
+        landmarks, stride, value_conv: as in :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at
+            224².
         drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
     """
 
@@ -48,20 +48,14 @@ class SoftVisionTransformer(Backbone):
         landmarks: Landmarks = "conv",
         stride: int = 2,
         value_conv: int = 3,
-        normalize: bool | None = None,
-        iterations: int = 20,
-        start: str | None = None,
-        ridge: float | None = None,
-        landmark_gain: float = 1.0,
-        backend: str = "auto",
-        attention_options: dict[str, Any] | None = None,
         mlp_ratio: float | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        **attention_options: Any,
     ):
         super().__init__()
-        check_attention(attention)
+        check_options(attention, attention_options, type(self))
         height, width = parse_img_size(img_size)
         grid = (-(-height // patch_size), -(-width // patch_size))
         self.in_chans = in_chans
@@ -75,15 +69,9 @@ class SoftVisionTransformer(Backbone):
             landmarks=landmarks,
             stride=stride,
             value_conv=value_conv,
-            normalize=normalize,
-            iterations=iterations,
-            start=start,
-            ridge=ridge,
-            landmark_gain=landmark_gain,
-            backend=backend,
             strict_landmarks=False,
         )
-        options.update(attention_options or {})
+        options.update(attention_options)
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from softfree.layers.attention import SoftmaxAttention
 from softfree.layers.block import Block
 from softfree.layers.embeddings import PositionEmbedding, downsample, stem
-from softfree.layers.factory import check_attention, create_attention, default_mlp_ratio
+from softfree.layers.factory import check_options, create_attention, default_mlp_ratio
 from softfree.layers.landmarks import Landmarks
 from softfree.models.backbone import Backbone, ImageSize, parse_img_size, to_map, to_tokens
 from softfree.models.registry import default_cfg, register
@@ -63,23 +63,19 @@ class SoftPyramid(Backbone):
         global_pool: ``"token"`` (class token), ``"avg"`` (mean of the image tokens) or ``""``.
         embed_dims, num_heads, depths: per stage.
         attention: ``"softpp"``, ``"soft"``, or a rival for comparison: ``"softmax"``, ``"linformer"``,
-            ``"performer"``, ``"nystromformer"``. Of the settings below a rival takes those it knows.
+            ``"performer"``, ``"nystromformer"``. Of the three settings below a rival takes those it knows.
         landmarks: sampler and count, e.g. ``"conv"`` (one landmark per window: 49 at 224², more at larger
             images), ``"conv:49"`` (never more than 49), ``"average"``, ``"random:49"``, ``"first:49"``.
         strides: side of a landmark's window per stage.
         value_convs: side of the depthwise convolution of V per stage.
         overlap: 3x3 convolutions in stem and downsampling (Table 11b); False: windows side by side.
-        normalize, start, ridge: of the operator, see :func:`softfree.soft_attention`; None: as SOFT or
-            SOFT++ has them.
-        iterations, backend: of the operator too.
-        landmark_gain: of SOFT's and SOFT++'s layers, see :class:`softfree.SoftAttention`.
-        attention_options: further settings of the attention, e.g. ``dict(kernel="relu")`` for the Performer;
-            see :func:`softfree.layers.create_attention`.
         softmax_last_stage: stage 4 of pre-norm softmax blocks, as in the authors' released models.
         pre_norm: norm before each branch, in all stages, instead of after the sum as in the papers.
         mlp_ratio: hidden channels of the MLPs over channels; None: 4, but 3.5 with a rival, whose separate
             keys take as many parameters, so that all attentions have the same budget.
         drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
+        attention_options: every other keyword is one of the attention, of all stages: ``iterations=10`` or
+            ``landmark_gain=0.25`` of :class:`softfree.SoftAttention`, ``kernel="relu"`` of the Performer.
     """
 
     num_prefix_tokens = 1
@@ -98,22 +94,16 @@ class SoftPyramid(Backbone):
         strides: Sequence[int] = (8, 4, 2, 1),
         value_convs: Sequence[int] = (9, 5, 3, 3),
         overlap: bool = True,
-        normalize: bool | None = None,
-        iterations: int = 20,
-        start: str | None = None,
-        ridge: float | None = None,
-        landmark_gain: float = 1.0,
-        backend: str = "auto",
-        attention_options: dict[str, Any] | None = None,
         softmax_last_stage: bool = False,
         pre_norm: bool = False,
         mlp_ratio: float | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        **attention_options: Any,
     ):
         super().__init__()
-        check_attention(attention)
+        check_options(attention, attention_options, type(self))
         per_stage = dict(
             embed_dims=embed_dims, num_heads=num_heads, depths=depths, strides=strides,
             value_convs=value_convs,
@@ -144,15 +134,9 @@ class SoftPyramid(Backbone):
                 landmarks=landmarks,
                 stride=strides[i],
                 value_conv=value_convs[i],
-                normalize=normalize,
-                iterations=iterations,
-                start=start,
-                ridge=ridge,
-                landmark_gain=landmark_gain,
-                backend=backend,
                 strict_landmarks=False,
             )
-            options.update(attention_options or {})
+            options.update(attention_options)
             blocks = [
                 Block(
                     dim,

@@ -61,8 +61,8 @@ class SequenceClassifier(nn.Module):
         dropout: after the embedding, the attention, and twice in the MLP.
         pooling: ``"mean"`` of the real tokens, or ``"cls"``: a class token before them.
         pair: samples are pairs, (batch, 2, tokens).
-        attention_options: keywords of the attention, of its own alone; what is not given is as in
-            ``DEFAULTS``. There SOFT has one landmark per window of 4 tokens, 500 for 2000 of them; ``{"stride": 32}`` gives fewer.
+        attention_options: every other keyword is one of the attention; what is not given is as in ``DEFAULTS``.
+            There SOFT has one landmark per window of 4 tokens, 500 for 2000 of them; ``stride=32`` gives fewer.
 
     Example:
         >>> import torch
@@ -86,12 +86,12 @@ class SequenceClassifier(nn.Module):
         dropout: float = 0.1,
         pooling: Pooling = "mean",
         pair: bool = False,
-        attention_options: dict[str, Any] | None = None,
+        **attention_options: Any,
     ):
         super().__init__()
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-        check_options(attention, attention_options or {})
+        check_options(attention, attention_options)
         check_at_least(
             1, vocab_size=vocab_size, length=length, num_classes=num_classes, depth=depth,
             mlp_dim=mlp_dim,
@@ -101,7 +101,7 @@ class SequenceClassifier(nn.Module):
         self.embedding = nn.Embedding(vocab_size, dim)
         self.class_token = nn.Parameter(torch.empty(1, 1, dim)) if pooling == "cls" else None
         positions = length + (pooling == "cls")
-        options = {"grid": positions, **DEFAULTS.get(attention, {}), **(attention_options or {})}
+        options = {"grid": positions, **DEFAULTS.get(attention, {}), **attention_options}
         self.positions = nn.Parameter(torch.empty(1, positions, dim))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(

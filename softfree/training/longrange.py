@@ -192,7 +192,7 @@ class LongRange(Task):
         )
 
     def build_model(self) -> nn.Module:
-        return SequenceClassifier(**self.model_kwargs)
+        return build_encoder(self.model_kwargs)
 
     def collate(self, samples: list[Any]) -> SequenceBatch:
         return self.pad(samples)
@@ -273,10 +273,16 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
     }
 
 
+def build_encoder(arguments: dict[str, Any]) -> SequenceClassifier:
+    """The encoder of :func:`model_arguments`."""
+    others = {name: value for name, value in arguments.items() if name != "attention_options"}
+    return SequenceClassifier(**others, **arguments["attention_options"])
+
+
 def check_encoder(arguments: dict[str, Any]) -> None:
     """Refuse options that the attention does not take."""
     with mistakes_in("--attention-options"), torch.device("meta"):
-        SequenceClassifier(**arguments)
+        build_encoder(arguments)
 
 
 def evaluate_sequences(
@@ -299,7 +305,7 @@ def load_sequence_model(
     """The model of a checkpoint folder, ready to use, and its metadata."""
 
     def build(metadata: dict[str, Any]) -> SequenceClassifier:
-        return SequenceClassifier(**metadata["model_kwargs"])
+        return build_encoder(metadata["model_kwargs"])
 
     return checkpoint.load_model(path, LongRange.name, build, device)
 

@@ -84,7 +84,7 @@ def test_softmax_layers_are_captured_too():
     ],
 )
 def test_rows_of_rivals_times_values_are_what_they_compute(attention, options):
-    model = small("softpp_tiny", attention=attention, attention_options=options)
+    model = small("softpp_tiny", attention=attention, **options)
     found = capture_attention(model, torch.randn(3, *SIZE))
     modules = dict(model.named_modules())
     assert len(found.layers) == 4

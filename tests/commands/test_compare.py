@@ -224,7 +224,7 @@ def test_mistakes_point_to_the_help_of_their_benchmark(capsys):
         (["throughput", "--model-kwargs", "attention=soft"], "--attentions names them"),
         (
             ["throughput", "--model-kwargs", "depth=1"],
-            "--model-kwargs: SoftPyramid.__init__() got an unexpected keyword argument 'depth'",
+            "--model-kwargs: SoftPyramid with attention 'softmax' has no option 'depth'; there are",
         ),
     ],
 )

@@ -8,6 +8,8 @@ import torch
 from timm.layers import DropPath
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
+from softfree.layers import SoftAttention
+
 from .small import ISOTROPIC, KINDS, PLAIN, small
 
 SIZES = [(32, 32), (64, 64), (96, 64), (97, 65), (33, 130), (160, 160)]
@@ -359,3 +361,26 @@ def test_a_sample_has_the_same_output_alone_and_in_any_batch(name):
         together = model(x)
         alone = torch.cat([model(sample[None]) for sample in x])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny_release", "softpp_vit_small"])
+def test_gains_multiply_the_weights_that_a_model_draws_however_often(name):
+    def draw(times: int, **gains: float) -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = small(name, **gains)
+        for _ in range(times - 1):
+            model.init_weights()
+        return model
+
+    for times in (1, 2):
+        plain, gained = draw(times), draw(times, query_gain=2, output_gain=4, landmark_gain=0.25)
+        expected = plain.state_dict()
+        layers = [key for key, m in plain.named_modules() if isinstance(m, SoftAttention)]
+        assert len(layers) >= 3
+        for layer in layers:
+            weight = expected[f"{layer}.qv.weight"]
+            weight[: weight.shape[1]] *= 2
+            expected[f"{layer}.proj.weight"] *= 4
+            expected[f"{layer}.sampler.norm.weight"] *= 0.25
+        for key, value in gained.state_dict().items():
+            assert torch.equal(value, expected[key]), key

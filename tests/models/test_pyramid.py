@@ -260,12 +260,18 @@ def test_the_attentions_name_sets_the_operator_and_keywords_still_override_it():
 
 def test_attention_options_reach_the_attention():
     options = dict(kernel="relu", features=24)
-    model = small("softpp_tiny", attention="performer", attention_options=options)
+    model = small("softpp_tiny", attention="performer", **options)
     for stage in model.stages:
         attention = stage.blocks[0].attn
         assert attention.kernel == "relu" and attention.features.shape[0] == 24
-    with pytest.raises(TypeError, match="no option 'kernels'"):
-        small("softpp_tiny", attention="performer", attention_options=dict(kernels="relu"))
+    with pytest.raises(
+        TypeError,
+        match="SoftPyramid with attention 'performer' has no option 'kernels'; "
+        "there are .*'depths'.*'features'.*; got kernels='relu'",
+    ):
+        small("softpp_tiny", attention="performer", kernels="relu")
+    with pytest.raises(TypeError, match="attention 'softmax' has no option 'iterations'"):
+        small("softpp_tiny", attention="softmax", iterations=5)
 
 
 def test_linformer_and_nystromformer_reduce_by_the_sampling_of_the_stage():

@@ -17,7 +17,7 @@ SMALL = {
 
 def build(attention="softpp", **options):
     torch.manual_seed(0)
-    options = {"attention_options": SMALL.get(attention), **options}
+    options = {**SMALL.get(attention, {}), **options}
     model = SequenceClassifier(20, 40, 3, attention, **options).double().eval()
     # Embeddings of the size they have after training: at the start attention hardly matters.
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_the_encoder_has_the_size_of_the_papers():
 
 def test_soft_has_a_landmark_for_each_window_of_four_unless_told_otherwise():
     def count(**options):
-        model = SequenceClassifier(20, 40, 3, "softpp", attention_options=options)
+        model = SequenceClassifier(20, 40, 3, "softpp", **options)
         return model.blocks[0].attn.sampler(torch.randn(1, 2, 40, 32), None)[0].shape[2]
 
     assert count() == 10 and count(stride=20) == 2
@@ -113,7 +113,7 @@ def test_with_gains_most_of_what_soft_adds_before_training_differs_between_token
 
     def differing_share(**options):
         torch.manual_seed(0)
-        model = SequenceClassifier(16, 500, 10, attention, attention_options=options)
+        model = SequenceClassifier(16, 500, 10, attention, **options)
         block = model.blocks[0]
         added = block.attn(block.norm1(model.embedding(tokens) + model.positions))
         return ((added - added.mean(1, keepdim=True)).norm() / added.norm()).item()
@@ -124,10 +124,21 @@ def test_with_gains_most_of_what_soft_adds_before_training_differs_between_token
 def test_soft_starts_with_larger_queries_unless_told_otherwise():
     def queries(**options):
         torch.manual_seed(0)
-        model = SequenceClassifier(16, 50, 10, "soft", attention_options=options)
+        model = SequenceClassifier(16, 50, 10, "soft", **options)
         return model.blocks[0].attn.qv.weight[:64]
 
     torch.testing.assert_close(queries(), 2 * queries(query_gain=1), rtol=0, atol=0)
+
+
+def test_gains_multiply_the_initial_weights():
+    def weights(**options):
+        torch.manual_seed(0)
+        attention = SequenceClassifier(16, 50, 10, landmarks="conv", **options).blocks[1].attn
+        return attention.qv.weight[:64], attention.proj.weight, attention.sampler.norm.weight
+
+    gained = weights(query_gain=2, output_gain=4, landmark_gain=0.25)
+    for plain, gain, weight in zip(weights(), (2, 4, 0.25), gained, strict=True):
+        assert torch.equal(gain * plain, weight)
 
 
 def test_dropout_acts_in_training_and_not_in_evaluation():
@@ -175,4 +186,4 @@ def test_sizes_of_none_are_refused_by_name(name):
 
 def test_options_that_the_attention_does_not_know_are_refused():
     with pytest.raises(TypeError, match="'softmax' has no option 'stride'; there are 'qkv_bias'"):
-        SequenceClassifier(20, 40, 3, "softmax", attention_options=dict(stride=4))
+        SequenceClassifier(20, 40, 3, "softmax", stride=4)
