@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from softfree.ops.inverse import start_value
+from softfree.ops.attention.inverse import start_value
 
 SIZE = 49
 STEPS = 20

@@ -21,8 +21,8 @@ from softfree.layers.linformer import LinformerAttention
 from softfree.layers.multihead import MultiHeadAttention
 from softfree.layers.nystromformer import NystromformerAttention, iterative_inverse
 from softfree.layers.performer import RELU_OFFSET, PerformerAttention
-from softfree.ops.inverse import newton_inverse, newton_residuals, start_value
-from softfree.ops.reference import gaussian_kernel, normalize_inverse
+from softfree.ops.attention.inverse import newton_inverse, newton_residuals, start_value
+from softfree.ops.attention.reference import gaussian_kernel, normalize_inverse
 
 # Values of a kernel matrix that are held at once.
 CHUNK = 2**22

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from softfree.ops.reference import gaussian_kernel, normalize_inverse
+from softfree.ops.attention.reference import gaussian_kernel, normalize_inverse
 
 
 class SpectralNorms(NamedTuple):

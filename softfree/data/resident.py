@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from softfree.data.images import ImageDataset, Unreadable
-from softfree.ops.inverse import full_precision
+from softfree.ops.shared.precision import full_precision
 
 INTERPOLATIONS = ("bilinear", "bicubic", "random")
 TRIES = 10  # for a crop that fits the picture, as torchvision has it

@@ -21,7 +21,7 @@ from softfree.analysis.capture import (
 )
 from softfree.analysis.pictures import view
 from softfree.data.images import open_image
-from softfree.ops.reference import gaussian_kernel
+from softfree.ops.attention.reference import gaussian_kernel
 
 # A title, a network, and what its images want: img_size, mean, std; task and class_names if it has any.
 Subject = tuple[str, nn.Module, dict[str, Any]]

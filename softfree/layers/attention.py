@@ -31,7 +31,7 @@ from softfree.layers.multihead import (
 from softfree.layers.plain import is_plain
 from softfree.ops import image_attention, soft_attention
 from softfree.ops.attention import check_backend
-from softfree.ops.inverse import check_iteration
+from softfree.ops.attention.inverse import check_iteration
 from softfree.ops.value_conv import value_conv
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from timm.layers import ConvNormAct, trunc_normal_
 from torch import Tensor, nn
 
-from softfree.ops.exportable import exporting
+from softfree.ops.shared.devices import exporting
 
 
 def stem(in_chans: int, dim: int, *, overlap: bool = True) -> nn.Sequential:

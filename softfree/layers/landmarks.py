@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.layers.plain import is_plain
-from softfree.ops.inverse import compute_dtype
 from softfree.ops.norm import landmark_norm
+from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
 
 Size = tuple[int, int] | None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from softfree.layers.landmarks import Size
 from softfree.layers.multihead import MultiHeadAttention, check_size
-from softfree.ops.exportable import exporting
+from softfree.ops.shared.devices import exporting
 
 DEFAULT_GRID = (56, 56)
 DEFAULT_LENGTH = 1024

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from softfree.layers.attention import ValueConv
 from softfree.layers.landmarks import AverageLandmarks, Landmarks, LandmarkSpec, Sampled, Size
 from softfree.layers.multihead import MultiHeadAttention, check_size
-from softfree.ops.inverse import compute_dtype
+from softfree.ops.shared.precision import compute_dtype
 
 DEFAULT_SEGMENTS = 64
 

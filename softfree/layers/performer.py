@@ -17,7 +17,7 @@ from torch import Tensor
 
 from softfree.layers.landmarks import Size
 from softfree.layers.multihead import MultiHeadAttention
-from softfree.ops.inverse import compute_dtype
+from softfree.ops.shared.precision import compute_dtype
 
 KERNELS = ("softmax", "relu")
 RELU_OFFSET = 1e-3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from softfree.layers.landmarks import Size
 from softfree.layers.multihead import check_heads, check_size, check_tokens
-from softfree.ops.inverse import compute_dtype
+from softfree.ops.shared.precision import compute_dtype
 
 # A token's score with itself: it counts only where there is no other.
 OWN_SCORE = -5e4

@@ -34,7 +34,7 @@ from torchvision.ops.feature_pyramid_network import (
 from softfree.models.checks import check_at_least, check_grouped
 from softfree.models.features import REDUCTIONS, PyramidFeatures
 from softfree.models.regions import RegionAlign, RegionHeads, RegionProposals
-from softfree.ops.inverse import full_precision
+from softfree.ops.shared.precision import full_precision
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 ROI_SIZE = 7

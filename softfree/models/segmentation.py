@@ -15,7 +15,7 @@ from softfree.models.features import (
     pretrained_arguments,
     set_grad_checkpointing,
 )
-from softfree.ops.exportable import exporting
+from softfree.ops.shared.devices import exporting
 
 STRIDE = 4
 AUXILIARY_STRIDE = 16

@@ -1,6 +1,5 @@
-"""Functions on tensors: the operator, the inverse, their gradients. `reference` is the definition."""
+"""Functions on tensors, a folder each; :mod:`softfree.ops.attention.reference` is the definition of it all."""
 
-from softfree.ops.attention import soft_attention
-from softfree.ops.inverse import newton_inverse, newton_residuals
+from softfree.ops.attention import newton_inverse, newton_residuals, soft_attention
 
 __all__ = ["newton_inverse", "newton_residuals", "soft_attention"]

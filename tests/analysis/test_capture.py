@@ -9,7 +9,7 @@ from torch import nn
 
 import softfree
 from softfree.analysis.capture import SoftLayer, SoftmaxLayer, capture_attention
-from softfree.ops import reference
+from softfree.ops.attention import reference
 
 from .small import small
 

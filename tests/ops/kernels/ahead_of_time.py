@@ -23,8 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from softfree.ops import mlp, norm, sums, value_conv, window_product
-from softfree.ops.kernels import launch
+from softfree.ops.attention.kernels import launch
+from softfree.ops.mlp import operator as mlp
+from softfree.ops.norm import operator as norm
+from softfree.ops.shared import devices, sums
+from softfree.ops.value_conv import operator as value_conv
+from softfree.ops.window_product import operator as window_product
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -117,7 +121,7 @@ def main(settings: dict) -> None:
     global ARCHITECTURE
     ARCHITECTURE = settings.pop("architecture", ARCHITECTURE)
     JITFunction.run = compile_instead
-    launch.is_hopper = lambda device: ARCHITECTURE >= 90
+    devices.is_hopper = lambda device: ARCHITECTURE >= 90
     dtype = getattr(torch, settings.get("dtype", "bfloat16"))
     if "stride" in settings:
         compile_window_product(dtype, settings["stride"], settings["d"])

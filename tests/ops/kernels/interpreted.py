@@ -13,8 +13,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import cases
 import torch
 
-from softfree.ops import chunked
-from softfree.ops.kernels import launch
+from softfree.ops.attention import chunked
+from softfree.ops.attention.kernels import launch
+from softfree.ops.shared import devices
 
 
 def poisoned(create):
@@ -43,7 +44,7 @@ def main() -> None:
     for path, tokens in (("one launch", 1024), ("three launches", 0)):
         launch.ONE_LAUNCH = ((tokens, 1000),)
         chunked.FEW_TOKENS = tokens or 60  # in three launches some cases keep U, others do not
-        launch.processors = lambda device: 6  # several programs a head, so that parts are added up
+        devices.processors = lambda device: 6  # several programs a head, so that parts are added up
         for name, case in cases.SMALL.items():
             for dtype in (torch.float32, torch.float16):
                 found = cases.errors(case, dtype, "cpu")

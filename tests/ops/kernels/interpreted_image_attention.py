@@ -14,7 +14,7 @@ from interpreted import poisoned
 
 import softfree
 from softfree.ops import image_attention
-from softfree.ops.kernels import launch
+from softfree.ops.shared import devices
 
 # heads, channels a head, stride, side of the values' convolution, size, tokens before the image, normalize,
 # landmarks
@@ -78,7 +78,7 @@ def compiled_errors() -> dict[str, float]:
 
 def main() -> None:
     torch.manual_seed(0)
-    launch.processors = lambda device: 3  # several stretches
+    devices.processors = lambda device: 3  # several stretches
     shapes = (
         (2, 30, 32), (64, 32), (64,), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3), (32, 32), (32,)
     )  # fmt: skip

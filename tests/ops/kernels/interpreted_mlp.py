@@ -16,8 +16,8 @@ import torch
 from interpreted import poisoned
 
 from softfree.layers.block import TanhMlp
-from softfree.ops import mlp
-from softfree.ops.kernels import launch
+from softfree.ops.mlp import operator as mlp
+from softfree.ops.shared import devices
 
 CHANNELS, OUT = 6, 10
 CASES = [  # batch, tokens, hidden channels, how
@@ -75,7 +75,7 @@ def evaluate(batch: int, tokens: int, hidden: int, how: str) -> dict:
 
 def main() -> None:
     torch.manual_seed(0)
-    launch.processors = lambda device: 1  # several stretches of several steps
+    devices.processors = lambda device: 1  # several stretches of several steps
     shapes = ((9, CHANNELS), (20, CHANNELS), (20,), (OUT, 20), (OUT,))
     inputs = [torch.randn(shape).half().requires_grad_() for shape in shapes]
     torch.library.opcheck(torch.ops.softfree.mlp, inputs)

@@ -12,8 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpreted import poisoned
 
-from softfree.ops import norm
-from softfree.ops.kernels import launch
+from softfree.ops.norm import operator as norm
+from softfree.ops.shared import devices
 
 SHAPES = [(2, 3, 49, 16), (700, 20), (1, 128), (3, 5, 130)]
 
@@ -35,7 +35,7 @@ def errors(function, tensors: int, shape: tuple, settings: tuple) -> dict[str, f
 
 def main() -> None:
     torch.manual_seed(0)
-    launch.processors = lambda device: 1  # several tiles a stretch
+    devices.processors = lambda device: 1  # several tiles a stretch
     norm.ELEMENTS = 512
     x, y = (torch.randn(3, 7, 16).half().requires_grad_() for _ in range(2))
     weights = [torch.randn(16, requires_grad=True) for _ in range(2)]

@@ -10,8 +10,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from softfree.ops import value_conv
-from softfree.ops.kernels import launch
+from softfree.ops.shared import devices
+from softfree.ops.value_conv import operator as value_conv
 
 # heads, channels a head, kernel, height, width
 CASES = [(2, 8, 3, 5, 7), (1, 20, 5, 9, 3), (3, 16, 9, 4, 58), (2, 16, 3, 1, 1)]
@@ -19,7 +19,7 @@ CASES = [(2, 8, 3, 5, 7), (1, 20, 5, 9, 3), (3, 16, 9, 4, 58), (2, 16, 3, 1, 1)]
 
 def main() -> None:
     torch.manual_seed(0)
-    launch.processors = lambda device: 3  # several stretches
+    devices.processors = lambda device: 3  # several stretches
     for heads, channels, kernel, height, width in CASES:
         both = torch.randn(2, height * width, 2, heads * channels).half()
         v = both[:, :, 1]

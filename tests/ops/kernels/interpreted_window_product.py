@@ -13,8 +13,8 @@ import torch
 from interpreted import poisoned
 
 from softfree.layers.landmarks import ConvLandmarks
-from softfree.ops import window_product as product
-from softfree.ops.kernels import launch
+from softfree.ops.shared import devices
+from softfree.ops.window_product import operator as product
 
 # heads, channels, channels of the result, window, height, width
 CASES = [
@@ -69,7 +69,7 @@ def main() -> None:
     torch.manual_seed(0)
     fits = product._fits
     product._fits = lambda q, weight: q.dtype in DTYPES  # else float64 and the CPU take the library
-    launch.processors = lambda device: 3  # several stretches
+    devices.processors = lambda device: 3  # several stretches
     q, weight = torch.randn(1, 2, 15, 8), torch.randn(8, 8, 2, 2)
     assert not fits(q, weight)
     arguments = (q.requires_grad_(), weight.requires_grad_(), 5, 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from softfree.ops import norm
+from softfree.ops.norm import operator as norm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import softfree
-from softfree.ops import mlp, value_conv
+from softfree.ops.mlp import operator as mlp
+from softfree.ops.value_conv import operator as value_conv
 
 from .cases import LARGE, SMALL, Case, arguments, errors, results
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from softfree.layers.landmarks import ConvLandmarks
-from softfree.ops import window_product as product
+from softfree.ops.window_product import operator as product
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,0 +1,6 @@
+"""The operator, its inverse and their gradients; :mod:`softfree.ops.attention.reference` is the definition."""
+
+from softfree.ops.attention.inverse import newton_inverse, newton_residuals
+from softfree.ops.attention.operator import BACKENDS, check_backend, soft_attention
+
+__all__ = ["BACKENDS", "check_backend", "newton_inverse", "newton_residuals", "soft_attention"]

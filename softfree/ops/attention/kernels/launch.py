@@ -1,0 +1,529 @@
+"""Backend ``"triton"``: which kernel runs, on which blocks, in how many programs.
+
+Forward, long inputs: collect (U = P V, in parts), mixing (inverse, W = Y' U), spread (X = R W).
+Backward: collect (dW = R^T G and, of few tokens, U again, in parts), mixing_backward (W, dU, the inverse's part of dL),
+spread_backward (dQ, dK, dV, dL). Short inputs: one kernel each way. Landmarks that do not fit a program go
+tile by tile, and the backward then takes two passes more: spread_wide_backward (dQ, dV; again for keys of
+their own) and spread_backward for dL alone.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softfree.ops.attention import mixing as torch_mixing
+from softfree.ops.attention.chunked import sums_shape
+from softfree.ops.attention.inverse import add_ridge, start_value
+from softfree.ops.attention.kernels.common import LOW_SCALE
+from softfree.ops.attention.kernels.mixing import (
+    landmark_matrix_kernel,
+    mixing_backward_kernel,
+    mixing_kernel,
+    newton_halves_kernel,
+    newton_product_kernel,
+)
+from softfree.ops.attention.kernels.short import short_backward_kernel, short_forward_kernel
+from softfree.ops.attention.kernels.tiled import spread_wide_backward_kernel, spread_wide_kernel
+from softfree.ops.attention.kernels.tokens import (
+    collect_kernel,
+    spread_backward_kernel,
+    spread_kernel,
+)
+from softfree.ops.shared import devices
+from softfree.ops.shared.devices import as_for_ampere
+from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
+
+# Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
+MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
+MAX_LANDMARKS_IN_REGISTERS = 64  # of the inverse
+MAX_LANDMARKS_AT_ONCE = 128  # in a program of a token pass; more spill its registers
+LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
+MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
+# One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
+# With more heads the token passes of their own keep more programs on a processor. One launch does not keep U, so
+# its tokens are at most ``chunked.FEW_TOKENS``.
+ONE_LAUNCH = ((1024, 1), (256, 4))
+
+
+class Tile(NamedTuple):
+    """Tokens of a tile, warps of a program, software pipeline depth, programs for each processor."""
+
+    tokens: int
+    warps: int
+    stages: int
+    programs: int = 2
+
+
+# By the block of landmarks and whether inputs are 16 bits wide; tuned on an NVIDIA H200 at d = 32.
+TILES = {
+    "collect": {(64, True): Tile(128, 4, 3, 3)},
+    "spread": {(64, True): Tile(64, 4, 3, 4)},
+    "spread_backward": {(64, True): Tile(64, 4, 3)},
+    "short_forward": {(64, True): Tile(64, 4, 2)},
+    "short_backward": {(64, True): Tile(64, 4, 2)},
+    "mixing": {(64, True): Tile(0, 4, 3)},
+    "mixing_backward": {(64, True): Tile(0, 4, 3)},
+}
+
+
+def _tile(kernel: str, shape: "_Shape") -> Tile:
+    widest = max(shape.block_d, shape.block_c)
+    if kernel == "spread_backward" and widest == 64 and shape.block_m == 64 and shape.half:
+        return Tile(32, 8, 2)  # the tile tuned at 32 channels would spill registers
+    tuned = TILES[kernel].get((shape.block_m, shape.half))
+    if tuned is not None and widest <= 64 and shape.hopper:
+        return tuned
+    wide = shape.block_m > 64 or widest > 64
+    if shape.tiles > 1 and not kernel.startswith("mixing"):
+        return Tile(32, 8, 1) if shape.hopper else Tile(16, 4, 1)
+    if not shape.hopper and not shape.half and kernel in ("spread_backward", "short_backward"):
+        return Tile(16, 4, 1)  # 99 KiB of shared memory are all that some of these have
+    if not shape.hopper and kernel == "spread_backward":
+        return Tile(32, 4, 2)  # else registers spill
+    return Tile(32 if wide else 64, 8 if wide else 4, 1 if wide else 2)
+
+
+class _Shape(NamedTuple):
+    batch: int
+    heads: int
+    m: int
+    d: int
+    d_v: int
+    block_m: int
+    block_d: int
+    block_c: int
+    tile_m: int  # landmarks that a program of a token pass holds
+    half: bool  # inputs of 16 bits
+    hopper: bool
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, landmarks: Tensor) -> "_Shape":
+        batch, heads, m, d = landmarks.shape
+        d_v = v.shape[3]
+        half = q.dtype.itemsize == 2
+        blocks = block(m), block(d), block(d_v)
+        hopper = devices.is_hopper(q.device)
+        fits = _fits(q, blocks[0], max(blocks[1:]))
+        tile_m = blocks[0] if fits else LANDMARK_TILE[_generation(hopper)]
+        return cls(batch, heads, m, d, d_v, *blocks, tile_m, half, hopper)
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads
+
+    @property
+    def fused(self) -> bool:
+        """Whether one program does the m x m part."""
+        return _fused(self.m, self.hopper)
+
+    @property
+    def tiles(self) -> int:
+        """Of landmarks, in a token pass."""
+        return tiles_of(self.m, self.tile_m)
+
+    @property
+    def collects_both(self) -> bool:
+        """Whether a program has the registers to collect U and dW in one pass."""
+        return self.tile_m * self.block_c <= 64 * 64 and (self.half or self.hopper)
+
+    @property
+    def target(self) -> dict[str, str]:
+        """What a token pass is compiled for; nothing: the GPU at hand."""
+        return as_for_ampere() if self.tiles > 1 else {}
+
+
+def _generation(hopper: bool) -> str:
+    return "Hopper" if hopper else "before"
+
+
+def _fused(landmarks: int, hopper: bool) -> bool:
+    return landmarks <= MAX_FUSED_LANDMARKS[_generation(hopper)]
+
+
+def inverse_shape(landmarks: Tensor) -> tuple[int, ...]:
+    """Of the inverse as :func:`forward` gives it: where one program makes it, its lower triangle alone."""
+    batch, heads, m, _ = landmarks.shape
+    if _fused(m, devices.is_hopper(landmarks.device)):
+        return batch, heads, m * (m + 1) // 2
+    return batch, heads, m, m
+
+
+def _fits(q: Tensor, block_m: int, widest: int) -> bool:
+    """Whether a program of a token pass can hold all landmarks, by what the compiler reports it needs."""
+    if block_m > MAX_LANDMARKS_AT_ONCE:
+        return False
+    hopper = devices.is_hopper(q.device)
+    if q.dtype == torch.bfloat16:
+        return block_m * widest <= (128 * 128 if hopper else 64 * 64)
+    # The other dtypes keep W and dU in float32, and float32 its tokens split in two.
+    if not hopper:
+        return block_m <= 64 and widest <= 32
+    return (widest <= 32 and block_m <= 128) or block_m <= 32
+
+
+def forward(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    scale: float,
+    normalize: bool,
+    iterations: int,
+    start: str,
+    ridge: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`softfree.ops.attention.chunked.forward`, with the inverse in :func:`inverse_shape`."""
+    shape = _Shape.of(q, v, landmarks)
+    x = token_tensor(q, shape.d_v)
+    inverse = _float32(landmarks, *inverse_shape(landmarks))
+    u = _float32(landmarks, *sums_shape(v, landmarks))
+    if x.numel() == 0:
+        return x, inverse, u
+    q, v = _rows(q), _rows(v)
+    keys = q if k is None else _rows(k)
+    landmarks = landmarks.contiguous()
+    key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
+    flags = _flags(q)
+    newton = dict(
+        NORMALIZE=normalize,
+        HALVING=start == "halving",
+        HALVES=iterations <= MAX_HALVES_ITERATIONS,
+    )
+    masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
+    log2_scale = scale * math.log2(math.e)
+    n, n_k = q.shape[2], keys.shape[2]
+    if _one_launch(max(n, n_k), shape, q):
+        tile = _tile("short_forward", shape)
+        short_forward_kernel[(shape.rows,)](
+            q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse,
+            shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
+            *_strides(q), *_strides(keys), *_strides(v), *_strides(x),
+            scale, log2_scale, iterations, ridge,
+            BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+            **masks, **newton, **flags, num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
+        )  # fmt: skip
+        return x, inverse, u
+    _, parts = _collect(keys, None, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
+    if shape.fused:
+        w = _mix(
+            parts, landmarks, landmark_mask, inverse, u, scale, iterations, ridge, shape, newton
+        )
+    else:
+        sums = _sum(parts, shape)
+        u = sums if u.numel() > 0 else u
+        a = _landmark_matrix(landmarks, landmark_mask, scale)
+        inverse = _newton_inverse(a, iterations, start, ridge)
+        w = torch_mixing.mixing_matrix(a, inverse, normalize) @ sums
+    _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
+    return x, inverse, u
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    inverse: Tensor,
+    u: Tensor,
+    scale: float,
+    normalize: bool,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`softfree.ops.attention.chunked.backward`; the gradients of q and v go ``into`` tensors given."""
+    shape = _Shape.of(q, v, landmarks)
+    grad_q, grad_v = into or (token_tensor(q, shape.d), token_tensor(v, shape.d_v))
+    grad_k = q.new_empty(0) if k is None else token_tensor(k, shape.d)
+    grad_landmarks = torch.empty_like(landmarks, memory_format=torch.contiguous_format)
+    if grad_q.numel() == 0:
+        return grad_q, grad_k, grad_v, grad_landmarks
+    grad, q, v = _rows(grad), _rows(q), _rows(v)
+    keys, grad_keys = (q, grad_q) if k is None else (_rows(k), grad_k)
+    landmarks = landmarks.contiguous()
+    key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
+    flags = _flags(q)
+    log2_scale = scale * math.log2(math.e)
+    blocks = dict(BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c)
+    masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
+    n, n_k = q.shape[2], keys.shape[2]
+    tensors = (grad, q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q))
+    outputs = (grad_q, grad_keys, grad_v)
+    sizes = (shape.heads, n, n_k, shape.m, shape.d, shape.d_v)
+    strides = [stride for t in (grad, q, keys, v, *outputs) for stride in _strides(t)]
+    if _one_launch(max(n, n_k), shape, q):
+        tile = _tile("short_backward", shape)
+        short_backward_kernel[(shape.rows,)](
+            *tensors, inverse, *outputs, grad_landmarks, *sizes, *strides, scale, log2_scale,
+            BLOCK_N=tile.tokens, CROSS=k is not None, NORMALIZE=normalize,
+            **blocks, **masks, **flags, num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
+        )  # fmt: skip
+        return grad_q, grad_k, grad_v, grad_landmarks
+    rest = (landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
+    if u.numel() > 0:
+        dw_parts, _ = _collect(q, grad, None, *rest)
+        u_parts = u.view(shape.rows, 1, shape.m, shape.d_v)
+    elif k is None and shape.collects_both:
+        dw_parts, u_parts = _collect(q, grad, v, *rest)
+    else:
+        dw_parts, _ = _collect(q, grad, None, *rest)
+        _, u_parts = _collect(keys, None, v, *rest)
+    tile = _tile("spread_backward", shape)
+    stretches, stretch = _deal(n, tile, shape.rows, q)
+    key_stretches, key_stretch = (0, 0) if k is None else _deal(n_k, tile, shape.rows, q)
+    dl_parts = stretches + key_stretches
+    dl = _float32(q, shape.rows, 1 + dl_parts, shape.m, shape.d)
+    done = torch.empty((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
+    if shape.fused:
+        w, du = (_float32(q, shape.rows, shape.m, shape.d_v) for _ in range(2))
+        parts = u_parts.shape[1], dw_parts.shape[1]
+        mixing_backward_kernel[(shape.rows,)](
+            landmarks, _or(landmark_mask, q), u_parts, dw_parts, inverse, w, du, dl, done,
+            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles, scale,
+            PARTS=_parts_at_once(max(parts), shape.block_m, shape.block_c),
+            HAS_LANDMARK_MASK=landmark_mask is not None,
+            NORMALIZE=normalize, FLOAT32=flags["FLOAT32"], **blocks,
+            num_warps=_tile("mixing_backward", shape).warps, **as_for_ampere(),
+        )  # fmt: skip
+    else:
+        wide = landmarks.float()
+        if landmark_mask is not None:
+            wide = torch.where(landmark_mask[:, None, :, None] != 0, wide, 0)
+        a = _landmark_matrix(landmarks, landmark_mask, scale)
+        w, du, through_inverse = torch_mixing.mixing_backward(
+            _sum(dw_parts, shape), _sum(u_parts, shape), a, inverse, wide, _as_bool(landmark_mask),
+            scale=scale, normalize=normalize,
+        )  # fmt: skip
+        dl[:, 0] = through_inverse.flatten(0, 1)
+        done.zero_()
+    options = blocks | flags | dict(
+        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, HAS_LANDMARK_MASK=landmark_mask is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
+    )  # fmt: skip
+    if shape.tiles > 1:
+        roles = [(q, grad_q, n, True, k is None)]
+        if k is not None:
+            roles.append((keys, grad_k, n_k, False, True))
+        for tokens, out, length, as_queries, as_keys in roles:
+            strides_here = [s for t in (tokens, grad, v, out, grad_v) for s in _strides(t)]
+            spread_wide_backward_kernel[(shape.rows * tiles_of(length, tile.tokens),)](
+                tokens, grad, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), w, du, out, grad_v,
+                shape.heads, length, shape.m, shape.d, shape.d_v, *strides_here, scale, log2_scale,
+                QUERIES=as_queries, KEYS=as_keys, HAS_KEY_MASK=key_mask is not None and as_keys,
+                **options,
+            )  # fmt: skip
+    spread_backward_kernel[(shape.rows * dl_parts, shape.tiles)](
+        *tensors, w, du, *outputs, dl, done, grad_landmarks,
+        *sizes, dl_parts, stretches, stretch, key_stretch, *strides, scale, log2_scale,
+        PARTS=_parts_at_once(1 + dl_parts, shape.tile_m, shape.block_d), CROSS=k is not None,
+        WRITE=shape.tiles == 1, HAS_KEY_MASK=key_mask is not None, **options,
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v, grad_landmarks
+
+
+def _mix(
+    parts: Tensor,
+    landmarks: Tensor,
+    landmark_mask: Tensor | None,
+    inverse: Tensor,
+    u: Tensor,
+    scale: float,
+    iterations: int,
+    ridge: float,
+    shape: _Shape,
+    newton: dict,
+) -> Tensor:
+    """Write the inverse and U, unless that is empty; return W = Y' U."""
+    w = _float32(landmarks, shape.rows, shape.m, shape.d_v)
+    scratch, panel = w, 0
+    if shape.block_m > MAX_LANDMARKS_IN_REGISTERS:
+        scratch, panel = _float32(landmarks, shape.rows, 3, shape.block_m, shape.block_m), 32
+    mixing_kernel[(shape.rows,)](
+        landmarks, _or(landmark_mask, landmarks), parts, inverse, u, w, scratch,
+        shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
+        BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
+        HAS_LANDMARK_MASK=landmark_mask is not None, FLOAT32=landmarks.dtype == torch.float32,
+        KEEP=u.numel() > 0, **newton, num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
+    )  # fmt: skip
+    return w
+
+
+def _landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
+    """``A = kappa(L, L)``, (batch, heads, m, m), of landmarks too many for one program."""
+    batch, heads, m, d = landmarks.shape
+    a = _float32(landmarks, batch, heads, m, m)
+    tiles = tiles_of(m, 64)
+    landmark_matrix_kernel[(batch * heads * tiles * tiles,)](
+        landmarks, _or(landmark_mask, landmarks), a, heads, m, d, scale, tiles,
+        BLOCK=64, HAS_LANDMARK_MASK=landmark_mask is not None,
+    )  # fmt: skip
+    return a
+
+
+def _newton_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Tensor:
+    """The inverse of matrices (batch, heads, m, m) too large for one program, two launches a step."""
+    b = add_ridge(a, ridge).contiguous()
+    y = start_value(a, start, ridge) * b
+    m = a.shape[-1]
+    # An entry of the inverse may be as small as 1 / m^2, which float16's halves lose for more landmarks.
+    halves = iterations <= MAX_HALVES_ITERATIONS and m <= 512
+    large = halves and m > 192 and devices.is_hopper(a.device)
+    options: dict[str, Any] = dict(
+        BLOCK=64, BLOCK_K=32, num_warps=4, num_stages=3, **as_for_ampere()
+    )
+    if large:  # operands straight from memory: Hopper's matrix instructions are safe here
+        options = dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3)
+    tiles = tiles_of(m, options["BLOCK"])
+    if halves:
+        b, y = (_to_halves(matrix, options["BLOCK"] * tiles) for matrix in (b, y))
+    kernel = newton_halves_kernel if halves else newton_product_kernel
+    sizes = (y.shape[-1], tiles)
+    by, spare = torch.empty_like(y), torch.empty_like(y)
+    grid = (a.shape[0] * a.shape[1] * tiles * tiles,)
+    for _ in range(iterations):
+        kernel[grid](b, y, y, by, *sizes, UPDATE=False, **options)
+        kernel[grid](y, by, y, spare, *sizes, UPDATE=True, **options)
+        y, spare = spare, y
+    if halves:
+        high, low = y[..., :m, :m].float().unbind(2)
+        y = torch.add(high, low, alpha=1 / LOW_SCALE.value)
+    return y
+
+
+def _to_halves(matrices: Tensor, side: int) -> Tensor:
+    """float32 matrices (batch, heads, m, m) as halves: (batch, heads, 2, side, side), float16, 0 beyond m."""
+    m = matrices.shape[-1]
+    halves = matrices.new_zeros((*matrices.shape[:2], 2, side, side), dtype=torch.float16)
+    high = matrices.half()
+    halves[..., 0, :m, :m] = high
+    halves[..., 1, :m, :m] = (matrices - high) * LOW_SCALE.value
+    return halves
+
+
+def _spread(
+    q: Tensor,
+    landmarks: Tensor,
+    landmark_mask: Tensor | None,
+    w: Tensor,
+    x: Tensor,
+    log2_scale: float,
+    shape: _Shape,
+    flags: dict,
+) -> None:
+    """Write ``X = kappa(Q, L) W``."""
+    tile = _tile("spread", shape)
+    n = q.shape[2]
+    tensors = (q, landmarks, _or(landmark_mask, q), w, x)
+    sizes = (shape.heads, n, shape.m, shape.d, shape.d_v)
+    options = dict(
+        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
+        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
+    )  # fmt: skip
+    if shape.tiles > 1:
+        spread_wide_kernel[(shape.rows * tiles_of(n, tile.tokens),)](
+            *tensors, *sizes, *_strides(q), *_strides(x), log2_scale, **options
+        )
+    else:
+        count, stretch = _deal(n, tile, shape.rows, q)
+        spread_kernel[(shape.rows * count,)](
+            *tensors, *sizes, count, stretch, *_strides(q), *_strides(x), log2_scale, **options
+        )
+
+
+def _collect(
+    tokens: Tensor,
+    grad: Tensor | None,
+    v: Tensor | None,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    log2_scale: float,
+    shape: _Shape,
+    flags: dict,
+) -> tuple[Tensor, Tensor]:
+    """Parts (batch * heads, parts, m, d_v) of ``dW = kappa(L, T) G`` and ``U = kappa(L, T) V``.
+
+    Of one of them only, returned twice, where ``grad`` or ``v`` is None; the mask is for U alone.
+    """
+    tile = _tile("collect", shape)
+    n = tokens.shape[2]
+    count, stretch = _deal(n, tile, shape.rows, tokens)
+    given = [t for t in (grad, v) if t is not None]
+    parts = _float32(tokens, len(given), shape.rows, count, shape.m, shape.d_v)
+    collect_kernel[(shape.rows * count, shape.tiles)](
+        tokens, given[0], given[-1], landmarks, _or(key_mask, tokens), _or(landmark_mask, tokens),
+        parts[0], parts[-1], shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
+        *_strides(tokens), *_strides(given[0]), *_strides(given[-1]), log2_scale,
+        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        QUERIES=grad is not None, KEYS=v is not None,
+        HAS_KEY_MASK=key_mask is not None and v is not None,
+        HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
+        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
+    )  # fmt: skip
+    return parts[0], parts[-1]
+
+
+def _one_launch(n: int, shape: _Shape, like: Tensor) -> bool:
+    """Whether one kernel does all: few tokens a head, and few heads."""
+    count = devices.processors(like.device)
+    fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS
+    return fits and any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
+
+
+def _deal(n: int, tile: Tile, rows: int, like: Tensor) -> tuple[int, int]:
+    """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
+    tiles = tiles_of(n, tile.tokens)
+    wanted = tiles_of(tile.programs * devices.processors(like.device), rows)
+    stretch = tiles_of(tiles, min(tiles, wanted)) * tile.tokens
+    return tiles_of(n, stretch), stretch
+
+
+def _parts_at_once(parts: int, rows: int, columns: int) -> int:
+    """How many parts of a sum a program loads together: as many as there are, while registers last."""
+    return min(power_of_two(parts), max(1, 4 * 64 * 32 // (rows * columns)))
+
+
+def _float32(like: Tensor, *sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.float32, device=like.device)
+
+
+def _sum(parts: Tensor, shape: _Shape) -> Tensor:
+    """(batch, heads, m, d_v) of parts (batch * heads, parts, m, d_v)."""
+    return parts.sum(1).unflatten(0, (shape.batch, shape.heads))
+
+
+def _flags(q: Tensor) -> dict:
+    """How a token pass multiplies float32; three TF32 products are 1.3e-5 off at 128 channels, so not there."""
+    wide = q.dtype == torch.float32
+    if not wide:
+        return dict(FLOAT32=False, PRECISION="tf32")
+    return dict(FLOAT32=True, PRECISION="tf32x3" if q.shape[3] <= 64 else "ieee")
+
+
+def _rows(tokens: Tensor) -> Tensor:
+    """Tokens whose channels lie next to each other."""
+    return tokens if tokens.stride(3) == 1 else tokens.contiguous()
+
+
+def _strides(tokens: Tensor) -> tuple[int, int, int]:
+    return tokens.stride(0), tokens.stride(1), tokens.stride(2)
+
+
+def _mask(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def _as_bool(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.bool)
+
+
+def _or(mask: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer to pass where there is no mask; the kernel does not read it."""
+    return other if mask is None else mask

@@ -1,0 +1,413 @@
+"""The m x m part in one program a head: kernel matrix, Newton steps, normalisation, and its gradient."""
+
+import triton
+import triton.language as tl
+
+from softfree.ops.attention.kernels.common import (
+    LOW_SCALE,
+    present_landmarks,
+    split,
+    split_product,
+    wide_product,
+)
+
+# Sum of the eigenvalues of I - BY whose squares are nothing in float32: the root of its precision.
+CONVERGED = tl.constexpr(2.0**-11.5)
+
+
+@triton.jit
+def landmark_matrix(
+    p_l, b_present, m, d, scale,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """``A = kappa(L, L)`` (M, M), the identity where a landmark takes no part.
+
+    float32 landmarks: distances from differences, channel by channel, which is exact for close landmarks,
+    where the inverse amplifies errors most. Half precision: distances from one product of the centred
+    landmarks, many times faster and 2^-22 |l - c|^2 exact. Norms are that product's own diagonal, so
+    that equal landmarks are at distance 0.
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    b_eye = offs_m[:, None] == offs_m[None, :]
+    if FLOAT32:
+        b_distance = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
+        for channel in tl.range(0, d, loop_unroll_factor=4):
+            b_c = tl.load(p_l + offs_m * d + channel, mask=b_present, other=0.0).to(tl.float32)
+            b_difference = b_c[:, None] - b_c[None, :]
+            b_distance += b_difference * b_difference
+    else:
+        b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
+        b_l = tl.where(b_present[:, None], b_l, 0.0)
+        count = tl.maximum(tl.sum(b_present.to(tl.float32), 0), 1.0)
+        b_l = tl.where(b_present[:, None], b_l - (tl.sum(b_l, 0) / count)[None, :], 0.0)
+        # float16's range: landmarks beyond it are like no other anyway.
+        b_l = tl.clamp(b_l, -60000.0, 60000.0)
+        b_gram = split_product(b_l, tl.trans(b_l), True)
+        b_norms = tl.sum(tl.where(b_eye, b_gram, 0.0), 1)
+        b_distance = tl.maximum(b_norms[:, None] + b_norms[None, :] - 2.0 * b_gram, 0.0)
+    b_both = b_present[:, None] & b_present[None, :]
+    return tl.where(b_both & ~b_eye, tl.exp(-0.5 * scale * b_distance), b_eye.to(tl.float32))
+
+
+@triton.jit
+def newton_inverse(
+    b_a, iterations, ridge, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, HALVES: tl.constexpr
+):
+    """The iteration of :mod:`softfree.ops.attention.inverse` on one matrix (M, M) of non-negative entries.
+
+    Sums are along rows throughout: the matrices are symmetric, and sums along columns take many times
+    the instructions.
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    b_eye = offs_m[:, None] == offs_m[None, :]
+    b_b = tl.where(b_eye, b_a + ridge, b_a)
+    reciprocal = 0.0
+    if HALVING:
+        reciprocal = start_bound(split_product(b_b, b_b, HALVES), b_eye)
+    b_y = start_value(tl.max(tl.sum(b_a, 1), 0), ridge, reciprocal) * b_b
+    remaining = BLOCK_M * 1.0
+    for step in range(iterations):
+        if remaining > CONVERGED:
+            b_by = split_product(b_b, b_y, HALVES)
+            b_y = 2.0 * b_y - split_product(b_y, b_by, HALVES)
+            if step > 8:
+                # The eigenvalues of I - BY lie in [0, 1) here, so their sum bounds them all, and the step
+                # just taken has squared them: below the bound, further steps would only round anew.
+                remaining = BLOCK_M - tl.sum(tl.sum(tl.where(b_eye, b_by, 0.0), 1), 0)
+    return b_y
+
+
+@triton.jit
+def start_bound(b_square, b_eye):
+    """1 over the largest start value that rows of ``B^2`` allow; ``b_eye`` marks their diagonal."""
+    b_rows = tl.sum(b_square, 1)
+    b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 1)
+    return tl.max(tl.maximum((b_rows - 2 * b_diagonal) * 100.0, b_rows / 2.01), 0)
+
+
+@triton.jit
+def start_value(norm, ridge, reciprocal):
+    """The factor of B to begin with, by the norm of A; ``reciprocal`` 0 is the scaled start."""
+    alpha = 2.0 / (norm * norm)
+    halved = alpha
+    for _ in range(10):
+        halved = tl.where(halved * reciprocal > 1.0, 0.5 * halved, halved)
+    bound = tl.minimum(0.9 * alpha, 1.9 / ((norm + ridge) * (norm + ridge)))
+    return tl.minimum(bound, halved)
+
+
+@triton.jit
+def newton_inverse_in_memory(
+    b_a, p_b, p_y, p_by, iterations, ridge,
+    BLOCK_M: tl.constexpr, PANEL: tl.constexpr, HALVING: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """As :func:`newton_inverse` for matrices too large for the registers, into ``p_y`` (M, M).
+
+    B, Y and BY lie in memory, in fact in its cache. Products go by panels of PANEL rows. A panel of Y may
+    take its new value at once: the others' products read but their own rows of Y.
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    b_eye = offs_m[:, None] == offs_m[None, :]
+    offs = offs_m[:, None] * BLOCK_M + offs_m[None, :]
+    panel_offs = tl.arange(0, PANEL)[:, None] * BLOCK_M + offs_m[None, :]
+    tl.store(p_b + offs, tl.where(b_eye, b_a + ridge, b_a))
+    norm = tl.max(tl.sum(b_a, 1), 0)
+    tl.debug_barrier()
+    reciprocal = 0.0
+    if HALVING:
+        b_right = tl.load(p_b + offs)
+        for first in range(0, BLOCK_M, PANEL):
+            b_square = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, HALVES)
+            b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
+            reciprocal = tl.maximum(reciprocal, start_bound(b_square, b_diagonal))
+    bound = start_value(norm, ridge, reciprocal)
+    tl.store(p_y + offs, bound * tl.load(p_b + offs))
+    tl.debug_barrier()
+    remaining = BLOCK_M * 1.0
+    for step in range(iterations):
+        if remaining > CONVERGED:
+            b_right = tl.load(p_y + offs)
+            trace = 0.0
+            for first in range(0, BLOCK_M, PANEL):
+                b_by = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, HALVES)
+                tl.store(p_by + first * BLOCK_M + panel_offs, b_by)
+                b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
+                trace += tl.sum(tl.sum(tl.where(b_diagonal, b_by, 0.0), 1), 0)
+            if step > 8:  # as in newton_inverse; the start itself may overshoot
+                remaining = BLOCK_M - trace
+            tl.debug_barrier()
+            b_right = tl.load(p_by + offs)
+            for first in range(0, BLOCK_M, PANEL):
+                p_panel = p_y + first * BLOCK_M + panel_offs
+                b_y = tl.load(p_panel)
+                tl.store(p_panel, 2.0 * b_y - split_product(b_y, b_right, HALVES))
+            tl.debug_barrier()
+
+
+@triton.jit
+def landmark_matrix_kernel(
+    p_l, p_landmark_mask, p_a, heads, m, d, scale, tiles,
+    BLOCK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * heads * tiles * tiles,). A tile of ``A = kappa(L, L)`` (m, m), from differences."""
+    program = tl.program_id(0)
+    head = (program // (tiles * tiles)).to(tl.int64)
+    first_row = program // tiles % tiles * BLOCK
+    first_column = program % tiles * BLOCK
+    p_landmark_mask += (head // heads) * m
+    rows = first_row + tl.arange(0, BLOCK)
+    columns = first_column + tl.arange(0, BLOCK)
+    b_rows = present_landmarks(p_landmark_mask + first_row, m - first_row, BLOCK, HAS_LANDMARK_MASK)
+    b_columns = present_landmarks(
+        p_landmark_mask + first_column, m - first_column, BLOCK, HAS_LANDMARK_MASK
+    )
+    p_l += head * m * d
+    b_distance = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for channel in range(d):
+        b_row = tl.load(p_l + rows * d + channel, mask=b_rows, other=0.0).to(tl.float32)
+        b_column = tl.load(p_l + columns * d + channel, mask=b_columns, other=0.0).to(tl.float32)
+        b_difference = b_row[:, None] - b_column[None, :]
+        b_distance += b_difference * b_difference
+    b_eye = rows[:, None] == columns[None, :]
+    b_both = b_rows[:, None] & b_columns[None, :]
+    b_a = tl.where(b_both & ~b_eye, tl.exp(-0.5 * scale * b_distance), b_eye.to(tl.float32))
+    p_tile = p_a + head * m * m + rows[:, None] * m + columns[None, :]
+    tl.store(p_tile, b_a, mask=(rows < m)[:, None] & (columns < m)[None, :])
+
+
+@triton.jit
+def newton_product_kernel(
+    p_a, p_b, p_y, p_out, m, tiles,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr,
+):  # fmt: skip
+    """Grid (matrices * tiles * tiles,). ``A B`` of float32 matrices (m, m), with ``UPDATE`` ``2 Y - A B``.
+
+    Half a Newton step of matrices too large for one program.
+    """
+    program = tl.program_id(0)
+    matrix = (program // (tiles * tiles)).to(tl.int64) * m * m
+    offs_row = program // tiles % tiles * BLOCK + tl.arange(0, BLOCK)
+    offs_column = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    offs_k = tl.arange(0, BLOCK_K)
+    b_sum = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for first in range(0, m, BLOCK_K):
+        inside = first + offs_k < m
+        p_left = p_a + matrix + offs_row[:, None] * m + (first + offs_k)[None, :]
+        p_right = p_b + matrix + (first + offs_k)[:, None] * m + offs_column[None, :]
+        b_left = tl.load(p_left, mask=(offs_row < m)[:, None] & inside[None, :], other=0.0)
+        b_right = tl.load(p_right, mask=inside[:, None] & (offs_column < m)[None, :], other=0.0)
+        b_sum += split_product(b_left, b_right, False)
+    offs = matrix + offs_row[:, None] * m + offs_column[None, :]
+    mask = (offs_row < m)[:, None] & (offs_column < m)[None, :]
+    if UPDATE:
+        b_sum = 2.0 * tl.load(p_y + offs, mask=mask, other=0.0) - b_sum
+    tl.store(p_out + offs, b_sum, mask=mask)
+
+
+@triton.jit
+def newton_halves_kernel(
+    p_a, p_b, p_y, p_out, side, tiles,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr,
+):  # fmt: skip
+    """As :func:`newton_product_kernel` of matrices kept as halves, (2, side, side) of float16.
+
+    See :func:`split`: the halves are made once, where a result is written, not by every tile that reads it.
+    ``side`` is a multiple of BLOCK; what lies beyond m is 0 and stays so.
+    """
+    program = tl.program_id(0)
+    matrix = (program // (tiles * tiles)).to(tl.int64) * 2 * side * side
+    offs_row = program // tiles % tiles * BLOCK + tl.arange(0, BLOCK)
+    offs_column = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    offs_k = tl.arange(0, BLOCK_K)
+    low = side * side
+    p_left = p_a + matrix + offs_row[:, None] * side + offs_k[None, :]
+    p_right = p_b + matrix + offs_k[:, None] * side + offs_column[None, :]
+    b_sum = tl.zeros((BLOCK, BLOCK), tl.float32)
+    b_cross = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for _ in range(0, side, BLOCK_K):
+        b_left, b_right = tl.load(p_left), tl.load(p_right)
+        b_sum = tl.dot(b_left, b_right, b_sum)
+        b_cross = tl.dot(b_left, tl.load(p_right + low), b_cross)
+        b_cross = tl.dot(tl.load(p_left + low), b_right, b_cross)
+        p_left += BLOCK_K
+        p_right += BLOCK_K * side
+    b_sum += b_cross * (1.0 / LOW_SCALE)
+    offs = matrix + offs_row[:, None] * side + offs_column[None, :]
+    if UPDATE:
+        b_low = tl.load(p_y + low + offs).to(tl.float32)
+        b_y = tl.load(p_y + offs).to(tl.float32) + b_low * (1.0 / LOW_SCALE)
+        b_sum = 2.0 * b_y - b_sum
+    b_high, b_low = split(b_sum)
+    tl.store(p_out + offs, b_high)
+    tl.store(p_out + low + offs, b_low)
+
+
+@triton.jit
+def mixing_matrix(b_y, b_root):
+    """``Y' = D^-1/2 Y D^-1/2`` (M, M); the roots (M,) are 1 for SOFT."""
+    return b_root[:, None] * b_y * b_root[None, :]
+
+
+@triton.jit
+def normalizer(b_a, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``D^-1/2`` (M,) by the row sums of ``A``, or ones."""
+    if NORMALIZE:
+        b_root = tl.rsqrt(tl.sum(b_a, 1))
+    else:
+        b_root = tl.full((BLOCK_M,), 1.0, tl.float32)
+    return b_root
+
+
+@triton.jit
+def sum_parts(
+    p_parts, m, width, parts, stride,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Sum of ``parts`` blocks (m, width), float32, ``stride`` apart, in a fixed order: (M, BLOCK)."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs = tl.arange(0, BLOCK)
+    offs_part = tl.arange(0, PARTS)
+    p_tile = p_parts + offs_m[None, :, None] * width + offs[None, None, :]
+    inside = (offs_m < m)[None, :, None] & (offs < width)[None, None, :]
+    b_sum = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+    for first in range(0, parts, PARTS):
+        offs_p = (first + offs_part)[:, None, None]
+        b_sum += tl.sum(
+            tl.load(p_tile + offs_p * stride, mask=inside & (offs_p < parts), other=0.0), 0
+        )
+    return b_sum
+
+
+@triton.jit
+def store_small(p_out, b_x, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Store (M, BLOCK) as (m, width)."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs = tl.arange(0, BLOCK)
+    mask = (offs_m < m)[:, None] & (offs < width)[None, :]
+    tl.store(p_out + offs_m[:, None] * width + offs[None, :], b_x, mask=mask)
+
+
+@triton.jit
+def load_small(p_in, m, width, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Load (m, width) as (M, BLOCK), 0 outside."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs = tl.arange(0, BLOCK)
+    mask = (offs_m < m)[:, None] & (offs < width)[None, :]
+    return tl.load(p_in + offs_m[:, None] * width + offs[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_triangle(p_out, b_x, m, BLOCK_M: tl.constexpr):
+    """Store the lower triangle of a symmetric (M, M), row after row: m (m + 1) / 2 numbers."""
+    offs, mask = triangle(m, BLOCK_M)
+    tl.store(p_out + offs, b_x, mask=mask)
+
+
+@triton.jit
+def load_triangle(p_in, m, BLOCK_M: tl.constexpr):
+    """The symmetric matrix that :func:`store_triangle` has stored: (M, M), 0 outside."""
+    offs, mask = triangle(m, BLOCK_M)
+    b_lower = tl.load(p_in + offs, mask=mask, other=0.0)
+    # Turned round on the chip: read from memory, columns of the triangle would lie apart.
+    return tl.where(mask, b_lower, tl.trans(b_lower))
+
+
+@triton.jit
+def triangle(m, BLOCK_M: tl.constexpr):
+    """Where the entries of a lower triangle lie, and which of (M, M) these are."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    columns = tl.arange(0, BLOCK_M)[None, :]
+    return rows * (rows + 1) // 2 + columns, (rows < m) & (columns <= rows)
+
+
+@triton.jit
+def mixing_kernel(
+    p_l, p_landmark_mask, p_parts, p_inverse, p_u, p_w, p_scratch,
+    heads, m, d, d_v, parts, scale, iterations, ridge,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
+    PANEL: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
+    HALVING: tl.constexpr, HALVES: tl.constexpr, KEEP: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, W = Y' U and, to KEEP it, U.
+
+    ``PANEL`` is 0 where the inverse fits the registers; else p_scratch has three matrices (M, M) a head.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    p_l += head * m * d
+    p_landmark_mask += (head // heads) * m
+    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
+    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    if PANEL == 0:
+        b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
+    else:
+        p_b = p_scratch + head * 3 * BLOCK_M * BLOCK_M
+        p_y = p_b + BLOCK_M * BLOCK_M
+        p_by = p_y + BLOCK_M * BLOCK_M
+        newton_inverse_in_memory(
+            b_a, p_b, p_y, p_by, iterations, ridge, BLOCK_M, PANEL, HALVING, HALVES
+        )
+        b_y = load_small(p_y, BLOCK_M, BLOCK_M, BLOCK_M, BLOCK_M)
+    store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
+    p_parts += head * parts * m * d_v
+    b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
+    if KEEP:
+        store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
+    b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
+    store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
+
+
+@triton.jit
+def mixing_gradient(
+    b_a, b_y, b_u, b_dw, b_l, b_present, scale,
+    BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """W, dU (M, C) and the landmarks' gradient through Y' (M, D).
+
+    As ``softfree.ops.mixing.mixing_backward``, with left and right expressed by dU and W.
+    """
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    b_mixing = mixing_matrix(b_y, b_root)
+    b_w = wide_product(b_mixing, b_u)
+    b_du = wide_product(tl.trans(b_mixing), b_dw)
+    b_da = -wide_product(b_du, tl.trans(b_w)) / (b_root[:, None] * b_root[None, :])
+    if NORMALIZE:
+        b_through_rows = tl.sum(b_dw * b_w + b_u * b_du, 1)
+        b_da += (-0.5 * b_root * b_root * b_through_rows)[:, None]
+    b_e = scale * b_a * (b_da + tl.trans(b_da))
+    b_e = tl.where(b_present[:, None] & b_present[None, :], b_e, 0.0)
+    b_dl = wide_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
+    return b_w, b_du, b_dl
+
+
+@triton.jit
+def mixing_backward_kernel(
+    p_l, p_landmark_mask, p_u_parts, p_dw_parts, p_inverse, p_w, p_du, p_dl, p_done,
+    heads, m, d, d_v, u_parts, dw_parts, dl_parts, tiles, scale,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
+    HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * heads,). Reads the parts of U and dW; writes W, dU and, as part 0, the gradient of L.
+
+    Also sets the head's counters to 0, by which the next pass knows that all parts of dL are there.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    p_l += head * m * d
+    p_landmark_mask += (head // heads) * m
+    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
+    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
+    b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
+    p_u_parts += head * u_parts * m * d_v
+    p_dw_parts += head * dw_parts * m * d_v
+    b_u = sum_parts(p_u_parts, m, d_v, u_parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
+    b_dw = sum_parts(p_dw_parts, m, d_v, dw_parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
+    b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
+    b_l = tl.where(b_present[:, None], b_l, 0.0)
+    b_w, b_du, b_dl = mixing_gradient(
+        b_a, b_y, b_u, b_dw, b_l, b_present, scale, BLOCK_M, NORMALIZE
+    )
+    store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
+    store_small(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C)
+    store_small(p_dl + head * dl_parts * m * d, b_dl, m, d, BLOCK_M, BLOCK_D)
+    offs_tile = tl.arange(0, BLOCK_M)
+    tl.store(p_done + head * tiles + offs_tile, 0, mask=offs_tile < tiles)

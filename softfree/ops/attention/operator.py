@@ -1,0 +1,335 @@
+"""Softmax-free attention as one call: argument checks, choice of backend, registration with PyTorch.
+
+The operator is registered as ``softfree::attention`` with its gradient ``softfree::attention_backward``,
+so ``torch.compile`` traces through it as one node and the FLOP counter knows its cost.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from softfree.ops.attention import chunked, exportable, reference
+from softfree.ops.attention.inverse import check_iteration
+from softfree.ops.shared import devices
+from softfree.ops.shared.precision import autocast, compute_dtype, full_precision
+from softfree.ops.shared.registration import register
+from softfree.ops.shared.shapes import token_tensor
+
+BACKENDS = ("auto", "reference", "torch", "triton")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_CHANNELS = 128  # a head, of the kernels
+
+
+# The default of what must be given, so that a call with too few tensors is met by our own words.
+REQUIRED: Any = None
+CALL = "soft_attention(q, k, v, landmarks), or with k=None where the queries are the keys"
+
+
+def soft_attention(
+    q: Tensor,
+    k: Tensor | None = REQUIRED,
+    v: Tensor = REQUIRED,
+    landmarks: Tensor = REQUIRED,
+    *,
+    key_mask: Tensor | None = None,
+    landmark_mask: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+    iterations: int = 20,
+    start: str = "halving",
+    ridge: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    r"""Softmax-free attention through landmarks, linear in the number of tokens.
+
+    With the Gaussian kernel :math:`\kappa(x, y) = \exp(-\tfrac{scale}{2} \|x - y\|^2)`,
+
+    .. math:: X = \kappa(Q, L)\, Y'\, (\kappa(L, K)\, V), \qquad A = \kappa(L, L),\; Y = A^{-1}
+
+    where :math:`Y' = D^{-1/2} Y D^{-1/2}`, :math:`D = \mathrm{diag}(A 1)` (SOFT++) or :math:`Y' = Y`
+    (SOFT, ``normalize=False``). The inverse is regularised: see :func:`softfree.newton_inverse`.
+
+    Args:
+        q: queries, (batch, heads, n_q, d); float16, bfloat16, float32 or float64. Scores, exponentials,
+            sums and the inverse are computed in float32 (float64 for float64) whatever the dtype.
+        k: keys, (batch, heads, n_k, d). None or ``q`` itself: the queries are the keys (the papers'
+            ``W_q = W_k``), which is faster than equal keys of their own.
+        v: values, (batch, heads, n_k, d_v).
+        landmarks: (batch, heads, m, d), usually pooled from the keys.
+        key_mask: (batch, n_k) bool, True for the keys that take part.
+        landmark_mask: (batch, m) bool, True for the landmarks that take part; for padded sequences,
+            where some pooling windows are empty.
+        scale: factor of the squared distances; None: ``1 / sqrt(d)``.
+        normalize: True for SOFT++, False for SOFT.
+        iterations: Newton steps of the inverse. Fewer steps cut off more small eigenvalues.
+        start: start value of the inverse, ``"halving"`` or ``"scaled"``, chosen per matrix.
+        ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01).
+        backend: ``"auto"``, fused Triton kernels on a CUDA device where they take the input, else
+            ``"torch"`` (any device, bounded memory); ``"triton"`` insists on the kernels and says why they
+            can't; ``"reference"``, the definition, for tests.
+
+    Returns:
+        (batch, heads, n_q, d_v) of ``q``'s dtype. Merging its heads with
+        ``x.transpose(1, 2).flatten(2)`` copies nothing.
+
+    References:
+        Lu et al., SOFT: Softmax-free Transformer with Linear Complexity, NeurIPS 2021, Eq. 9;
+        Lu et al., Softmax-free Linear Transformers, IJCV 2024, Eq. 17.
+
+    Example:
+        >>> import torch, softfree
+        >>> q, v = torch.randn(2, 1, 4, 1024, 32)         # 1 image, 4 heads, 1024 tokens of 32 channels
+        >>> landmarks = q.unflatten(2, (64, 16)).mean(3)  # 64 landmarks, each the mean of 16 tokens
+        >>> softfree.soft_attention(q, None, v, landmarks).shape
+        torch.Size([1, 4, 1024, 32])
+    """
+    k = None if k is q else k
+    q, k, v, landmarks = map(autocast, (q, k, v, landmarks))
+    _check_tensors(q, k, v, landmarks, key_mask, landmark_mask)
+    check_iteration(iterations, start, ridge)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    elif not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+    check_backend(backend)
+    settings = (float(scale), bool(normalize), iterations, start, float(ridge))
+    if backend == "reference":
+        return reference.soft_attention(
+            q,
+            q if k is None else k,
+            v,
+            landmarks,
+            key_mask,
+            landmark_mask,
+            scale=settings[0],
+            normalize=normalize,
+            iterations=iterations,
+            start=start,
+            ridge=ridge,
+        )
+    if devices.exporting():
+        with torch.autocast(q.device.type, enabled=False):
+            return exportable.soft_attention(q, k, v, landmarks, key_mask, landmark_mask, *settings)
+    return FORWARD(q, k, v, landmarks, key_mask, landmark_mask, *settings, _choose(backend, q, v))[
+        0
+    ]
+
+
+def check_backend(backend: str) -> None:
+    """Raise if there is no backend of that name."""
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
+        )
+
+
+def _choose(backend: str, q: Tensor, v: Tensor) -> str:
+    """``"torch"`` or ``"triton"``."""
+    if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
+        return "torch"
+    obstacle = devices.obstacle(q.device, q.dtype, DTYPES[:3])
+    channels = max(q.shape[3], v.shape[3])
+    if obstacle is None and channels > MAX_CHANNELS:
+        obstacle = f"they take up to {MAX_CHANNELS} channels a head, got {channels}"
+    if obstacle is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f"backend 'triton': the kernels can't take this input: {obstacle}")
+    if not torch.compiler.is_compiling():
+        # The same place and text each time, so Python shows it once.
+        warnings.warn(
+            f"softfree's kernels can't take this input: {obstacle}. Backend 'torch', slower, takes it.",
+            stacklevel=1,
+        )
+    return "torch"
+
+
+def _implementation(backend: str) -> Any:
+    if backend == "triton":
+        from softfree.ops.attention.kernels import launch
+
+        return launch
+    return chunked
+
+
+def _check_tensors(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+) -> None:
+    named = {"q": q, "v": v, "landmarks": landmarks}
+    if k is not None:
+        named["k"] = k
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name} must be a tensor, got {type(tensor).__name__}"
+                + (f"; call {CALL}" if tensor is None else "")
+            )
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name} must have shape (batch, heads, tokens, channels), got {tuple(tensor.shape)}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"{name} must have q's batch and heads {tuple(q.shape[:2])}, "
+                f"got {tuple(tensor.shape[:2])}"
+            )
+        if tensor.shape[2] == 0 or tensor.shape[3] == 0:
+            raise ValueError(
+                f"{name} must have at least one token and one channel, got shape {tuple(tensor.shape)}"
+            )
+    for name in ("landmarks", "k"):
+        if name in named and named[name].shape[3] != q.shape[3]:
+            raise ValueError(
+                f"{name} must have q's {q.shape[3]} channels, got shape {tuple(named[name].shape)}"
+            )
+    keys = q if k is None else k
+    if v.shape[2] != keys.shape[2]:
+        raise ValueError(
+            f"v must have one token per key, {keys.shape[2]}, got shape {tuple(v.shape)}"
+            + ("; pass k for cross-attention" if k is None else "")
+        )
+    _check_mask("key_mask", key_mask, q, keys.shape[2])
+    _check_mask("landmark_mask", landmark_mask, q, landmarks.shape[2])
+
+
+def _check_mask(name: str, mask: Tensor | None, q: Tensor, length: int) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a bool tensor, True where a token takes part, got {given}")
+    if mask.shape != (q.shape[0], length):
+        raise ValueError(f"{name} must have shape {(q.shape[0], length)}, got {tuple(mask.shape)}")
+    if mask.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {mask.device}")
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    scale: float,
+    normalize: bool,
+    iterations: int,
+    start: str,
+    ridge: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with (
+        torch.autocast(q.device.type, enabled=False),
+        full_precision(q.device),
+        devices.on(q.device),
+    ):
+        return _implementation(backend).forward(
+            q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge
+        )
+
+
+def _fake(
+    q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge, backend
+):
+    small = landmarks.new_empty(0, dtype=compute_dtype(q.dtype))
+    return (
+        token_tensor(q, v.shape[-1]),
+        small.new_empty(_implementation(backend).inverse_shape(landmarks)),
+        small.new_empty(chunked.sums_shape(v, landmarks)),
+    )
+
+
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    inverse: Tensor,
+    u: Tensor,
+    scale: float,
+    normalize: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with (
+        torch.autocast(q.device.type, enabled=False),
+        full_precision(q.device),
+        devices.on(q.device),
+    ):
+        return _implementation(backend).backward(
+            grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize
+        )
+
+
+def _fake_backward(
+    grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize, backend
+):
+    return (
+        token_tensor(q, q.shape[-1]),
+        q.new_empty(0) if k is None else token_tensor(k, k.shape[-1]),
+        token_tensor(v, v.shape[-1]),
+        torch.empty_like(landmarks, memory_format=torch.contiguous_format),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, _, _, _, backend = inputs
+    ctx.save_for_backward(q, k, v, landmarks, key_mask, landmark_mask, *output[1:])
+    ctx.settings = (scale, normalize, backend)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 12
+    saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
+    q_grad, k_grad, v_grad, landmarks_grad = BACKWARD(grad, *saved, *ctx.settings)
+    k = saved[1]
+    return q_grad, None if k is None else k_grad, v_grad, landmarks_grad, *(None,) * 8
+
+
+BACKWARD = register("attention_backward", _attention_backward, _fake_backward)
+FORWARD = register("attention", _attention, _fake, _setup_context, _gradient)
+
+
+@register_flop_formula(torch.ops.softfree.attention)
+def _attention_flops(
+    q_shape, k_shape, v_shape, landmarks_shape, _km, _lm, _s, normalize, iterations, *_, **__
+) -> int:
+    """Multiply-adds, counted twice, of one evaluation: kernels, P V, inverse, Y' U and R W."""
+    batch, heads, n, d = q_shape
+    m, d_v = landmarks_shape[2], v_shape[3]
+    tokens = n * m * (d + d_v) + (v_shape[2] * m * (d_v if k_shape is None else d + d_v))
+    matrices = m * m * d + 2 * iterations * m**3 + m * m * d_v
+    return 2 * batch * heads * (tokens + matrices)
+
+
+@register_flop_formula(torch.ops.softfree.attention_backward)
+def _attention_backward_flops(_g, q_shape, k_shape, v_shape, landmarks_shape, *_, **__) -> int:
+    """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, Eq. 12; few tokens: P V."""
+    batch, heads, n, d = q_shape
+    m, n_k, d_v = landmarks_shape[2], v_shape[2], v_shape[3]
+    queries = n * m * (3 * d + 2 * d_v)
+    again = n_k <= chunked.FEW_TOKENS
+    keys = n_k * m * ((2 + again) * d_v + (0 if k_shape is None else 3 * d))
+    matrices = 2 * m**3 + 3 * m * m * d_v + 2 * m * m * d
+    return 2 * batch * heads * (queries + keys + matrices)

@@ -1,0 +1,98 @@
+"""The definition of softmax-free attention. Every faster path is tested against this file.
+
+Written for reading: whole matrices, plain autograd, no chunks. Use it to check, not to train.
+"""
+
+import torch
+from torch import Tensor
+
+from softfree.ops.attention.inverse import newton_inverse, newton_iterate
+from softfree.ops.shared.precision import compute_dtype
+
+
+def squared_distance(x: Tensor, y: Tensor) -> Tensor:
+    """``||x_i - y_j||^2`` of (..., n, d) and (..., m, d): (..., n, m).
+
+    From differences, so never negative and exactly 0 for equal points.
+    """
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def gaussian_kernel(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """``exp(-scale / 2 * ||x_i - y_j||^2)`` of (..., n, d) and (..., m, d): (..., n, m)."""
+    return torch.exp(-0.5 * scale * squared_distance(x, y))
+
+
+def landmark_kernel(landmarks: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """``A = kappa(L, L)``, (..., m, m); a landmark that is masked out is like none but itself."""
+    a = gaussian_kernel(landmarks, landmarks, scale)
+    if mask is None:
+        return a
+    both = mask[..., :, None] & mask[..., None, :]
+    return torch.where(both, a, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
+
+
+def normalize_inverse(inverse: Tensor, a: Tensor) -> Tensor:
+    """``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (Eq. 17)."""
+    root = a.sum(-1).rsqrt()
+    return root[..., :, None] * inverse * root[..., None, :]
+
+
+def soft_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    landmarks: Tensor,
+    key_mask: Tensor | None = None,
+    landmark_mask: Tensor | None = None,
+    *,
+    scale: float,
+    normalize: bool = True,
+    iterations: int = 20,
+    start: str = "halving",
+    ridge: float = 0.0,
+    unrolled_gradient: bool = False,
+) -> Tensor:
+    """``X = kappa(Q, L) Y' (P V)`` with ``P = kappa(L, K)``, ``A = kappa(L, L)``, ``Y = inverse(A)``.
+
+    ``Y'`` is ``Y`` (SOFT, Eq. 9) or ``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (SOFT++, Eq. 17).
+
+    Args:
+        q: (batch, heads, n_q, d); k: (batch, heads, n_k, d); v: (batch, heads, n_k, d_v).
+        landmarks: (batch, heads, m, d).
+        key_mask: (batch, n_k) bool, True for keys that take part.
+        landmark_mask: (batch, m) bool, True for landmarks that take part.
+        scale: factor of the squared distances.
+        unrolled_gradient: differentiate through the Newton steps instead of by Eq. 12.
+
+    Returns:
+        (batch, heads, n_q, d_v) of ``q``'s dtype.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        out_dtype, dtype = q.dtype, compute_dtype(q.dtype)
+        q, k, v, landmarks = (t.to(dtype) for t in (q, k, v, landmarks))
+        if landmark_mask is not None:
+            landmarks = torch.where(landmark_mask[:, None, :, None], landmarks, 0)
+        a = landmark_kernel(landmarks, _per_head(landmark_mask), scale)
+        if key_mask is not None:  # what stands at a masked key, NaN included, must not matter
+            k, v = (torch.where(key_mask[:, None, :, None], t, 0) for t in (k, v))
+        p = gaussian_kernel(landmarks, k, scale)
+        r = gaussian_kernel(q, landmarks, scale)
+        if key_mask is not None:
+            p = torch.where(key_mask[:, None, None, :], p, 0)
+        if landmark_mask is not None:
+            p = torch.where(landmark_mask[:, None, :, None], p, 0)
+            r = torch.where(landmark_mask[:, None, None, :], r, 0)
+        invert = newton_iterate if unrolled_gradient else _eq12_inverse
+        y = invert(a, iterations, start, ridge)
+        if normalize:
+            y = normalize_inverse(y, a)
+        return (r @ (y @ (p @ v))).to(out_dtype)
+
+
+def _eq12_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Tensor:
+    return newton_inverse(a, iterations, start=start, ridge=ridge)
+
+
+def _per_head(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask[:, None, :]

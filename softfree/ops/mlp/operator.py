@@ -1,0 +1,141 @@
+"""Two linear layers with GELU between them, whose result is not kept for the backward pass.
+
+It is as wide as the hidden layer, the widest tensor of a block. The backward pass reads the hidden layer
+for GELU's slope and can write GELU's result again on the way; it also sums up the first bias's gradient,
+which as a sum of its own would read that much once more.
+
+Registered as ``softfree::mlp``, for training on a GPU in half precision.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from softfree.ops.shared import devices
+from softfree.ops.shared.precision import autocast, autocast_dtype
+from softfree.ops.shared.registration import register
+from softfree.ops.shared.shapes import tiles_of
+from softfree.ops.shared.sums import column_sums
+
+ROWS, COLUMNS = 16, 128
+PROGRAMS_PER_PROCESSOR = 8
+
+
+def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    """``gelu(x weight1^T + bias1) weight2^T + bias2``, in GELU's tanh form.
+
+    Args:
+        x: (..., channels).
+        weight1, bias1: (hidden, channels), (hidden,).
+        weight2, bias2: (out, hidden), (out,).
+
+    Returns:
+        (..., out)
+
+    Example:
+        >>> import torch
+        >>> first, second = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+        >>> mlp(torch.randn(2, 5, 8), first.weight, first.bias, second.weight, second.bias).shape
+        torch.Size([2, 5, 8])
+    """
+    if not _fits(x, (weight1, bias1, weight2, bias2)):
+        return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), weight2, bias2)
+    x, weight1, weight2 = map(autocast, (x, weight1, weight2))
+    rows = x.reshape(-1, x.shape[-1])
+    out, _ = FORWARD(rows, weight1, bias1, weight2, bias2)
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+def _fits(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
+    # All of them: the operator computes every gradient, and those of frozen weights would be for nothing.
+    trained = torch.is_grad_enabled() and all(p.requires_grad for p in parameters)
+    return trained and devices.usable(x, dtype=autocast_dtype(x))
+
+
+def _forward(
+    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result and the hidden layer, of (rows, channels). Biases may be of another dtype than the rest."""
+    with torch.autocast(x.device.type, enabled=False):
+        hidden = F.linear(x, weight1, bias1.to(x.dtype))
+        return F.linear(F.gelu(hidden, approximate="tanh"), weight2, bias2.to(x.dtype)), hidden
+
+
+def _fake(x, weight1, bias1, weight2, bias2):
+    rows = x.shape[0]
+    return x.new_empty(rows, weight2.shape[0]), x.new_empty(rows, weight1.shape[0])
+
+
+def _backward(
+    grad: Tensor, x: Tensor, hidden: Tensor, weight1: Tensor, weight2: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of :func:`mlp`'s arguments, in their order; those of the biases in float32."""
+    grad, hidden = grad.contiguous(), hidden.contiguous()
+    with torch.autocast(x.device.type, enabled=False):
+        grad_hidden, activation, grad_bias1 = _gelu_backward(grad @ weight2, hidden)
+        grad_weight2 = grad.T @ activation
+        del activation  # its memory is free for the gradients that follow
+        grad_bias2 = column_sums(grad)
+        return grad_hidden @ weight1, grad_hidden.T @ x, grad_bias1, grad_weight2, grad_bias2
+
+
+def _fake_backward(grad, x, hidden, weight1, weight2):
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        torch.empty_like(weight1, memory_format=torch.contiguous_format),
+        x.new_empty(weight1.shape[0], dtype=torch.float32),
+        torch.empty_like(weight2, memory_format=torch.contiguous_format),
+        x.new_empty(weight2.shape[0], dtype=torch.float32),
+    )
+
+
+def _gelu_backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of ``hidden``, GELU of it in the place of ``grad``, and the gradient's sum over the rows."""
+    from softfree.ops.mlp.kernels import mlp_backward_kernel
+
+    rows, columns = hidden.shape
+    tiles = tiles_of(columns, COLUMNS)
+    stretches = max(1, PROGRAMS_PER_PROCESSOR * devices.processors(hidden.device) // tiles)
+    steps = tiles_of(rows, ROWS * stretches)
+    grad_hidden = torch.empty_like(hidden)
+    parts = torch.empty((stretches, columns), dtype=torch.float32, device=hidden.device)
+    with devices.on(hidden.device):
+        mlp_backward_kernel[(stretches, tiles)](
+            grad, hidden, grad_hidden, parts, rows, columns, steps,
+            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return grad_hidden, grad, parts.sum(0)
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, weight1, bias1, weight2, bias2 = inputs
+    ctx.save_for_backward(x, output[1], weight1, weight2)
+    ctx.dtypes = bias1.dtype, bias2.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad, _):
+    if grad is None:
+        return (None,) * 5
+    grad_x, grad_weight1, grad_bias1, grad_weight2, grad_bias2 = BACKWARD(grad, *ctx.saved_tensors)
+    first, second = ctx.dtypes
+    return grad_x, grad_weight1, grad_bias1.to(first), grad_weight2, grad_bias2.to(second)
+
+
+BACKWARD = register("mlp_backward", _backward, _fake_backward)
+FORWARD = register("mlp", _forward, _fake, _setup, _gradient)
+
+
+@register_flop_formula(torch.ops.softfree.mlp)
+def _flops(x_shape, weight1_shape, _bias1, weight2_shape, *_, **__) -> int:
+    """Of the two products, each multiply-add counted twice."""
+    hidden, channels = weight1_shape
+    return 2 * x_shape[0] * hidden * (channels + weight2_shape[0])
+
+
+@register_flop_formula(torch.ops.softfree.mlp_backward)
+def _backward_flops(_grad, x_shape, _hidden, weight1_shape, weight2_shape, **_) -> int:
+    return 2 * _flops(x_shape, weight1_shape, None, weight2_shape)

@@ -1,0 +1,207 @@
+"""LayerNorm with what stands before or after it as one operator: landmarks' GELU, a block's sum.
+
+Registered as ``softfree::landmark_norm`` and ``softfree::add_norm``, for half precision on a GPU. One at a time,
+autocast's casts, scalings, sums and the norm itself read and write their tensor a dozen times, and keep it
+in float32 for the gradient.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softfree.ops.shared import devices
+from softfree.ops.shared.registration import register
+from softfree.ops.shared.shapes import block, tiles_of
+
+MAX_CHANNELS = 2048
+ELEMENTS = 2048  # of a tile
+PROGRAMS_PER_PROCESSOR = 8
+
+
+def landmark_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, eps: float
+) -> Tensor:
+    """``GELU(LayerNorm(scale x)) / scale`` over the last dimension.
+
+    Args:
+        x: (..., channels).
+        weight, bias: of the norm, (channels,), or None.
+        scale: matters to the norm's ``eps`` alone, and to the size of the result.
+        eps: added to the variance.
+
+    Example:
+        >>> import torch
+        >>> landmark_norm(torch.randn(2, 3, 49, 32), torch.ones(32), torch.zeros(32), 0.5, 1e-5).shape
+        torch.Size([2, 3, 49, 32])
+    """
+    if weight is not None and bias is not None and _fits(x):
+        return LANDMARK_FORWARD(x, weight, bias, scale, eps)
+    return F.gelu(F.layer_norm(x * scale, (x.shape[-1],), weight, bias, eps)) / scale
+
+
+def add_norm(
+    x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``LayerNorm(x + branch)`` over the last dimension, of the dtype of ``x``.
+
+    Under autocast the norm is computed in float32, and rounded if ``x`` came in half precision.
+
+    Args:
+        x, branch: (..., channels).
+        weight, bias: of the norm, (channels,), or None.
+        eps: added to the variance.
+
+    Example:
+        >>> import torch
+        >>> add_norm(*torch.randn(2, 3, 49, 32), torch.ones(32), torch.zeros(32), 1e-5).shape
+        torch.Size([3, 49, 32])
+    """
+    same = branch.dtype == x.dtype and branch.shape == x.shape
+    # torch.compile makes one kernel of the norm and its neighbours by itself.
+    by_hand = same and _fits(x) and not torch.compiler.is_compiling()
+    if weight is not None and bias is not None and by_hand:
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, branch, weight, bias))
+        return ADD_FORWARD(x, branch, weight, bias, eps, keep)[0]
+    return F.layer_norm(x + branch, (x.shape[-1],), weight, bias, eps).to(x.dtype)
+
+
+def _fits(x: Tensor) -> bool:
+    return devices.usable(x) and x.shape[-1] <= MAX_CHANNELS
+
+
+def landmark_forward(x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps: float) -> Tensor:
+    from softfree.ops.norm.kernels import landmark_norm_kernel
+
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    rows, tiles, options = _tiles(x)
+    if tiles > 0:
+        with devices.on(x.device):
+            landmark_norm_kernel[(tiles,)](
+                x, weight.contiguous(), bias.contiguous(), out, rows, x.shape[-1], scale, eps,
+                **options,
+            )  # fmt: skip
+    return out
+
+
+def _fake_landmark(x, weight, bias, scale, eps):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def landmark_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient of ``x``, and of weight and bias as the rows of one tensor."""
+    from softfree.ops.norm.kernels import landmark_norm_backward_kernel
+
+    grad, x = grad.contiguous(), x.contiguous()
+    grad_x = torch.empty_like(x)
+    rows, tiles, options = _tiles(x)
+    steps, parts = _stretches(x, tiles)
+    if tiles > 0:
+        with devices.on(x.device):
+            landmark_norm_backward_kernel[(parts.shape[0],)](
+                grad, x, weight.contiguous(), bias.contiguous(), grad_x, parts, rows, x.shape[-1],
+                steps, scale, eps, **options,
+            )  # fmt: skip
+    return grad_x, parts.sum(0).to(weight.dtype)
+
+
+def _fake_landmark_backward(grad, x, weight, bias, scale, eps):
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return grad_x, weight.new_empty(2, x.shape[-1])
+
+
+def _setup_landmark(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, bias, ctx.scale, ctx.eps = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _landmark_gradient(ctx: Any, grad: Tensor):
+    grad_x, grad_norm = LANDMARK_BACKWARD(grad, *ctx.saved_tensors, ctx.scale, ctx.eps)
+    return grad_x, *grad_norm.unbind(), None, None
+
+
+LANDMARK_BACKWARD = register("landmark_norm_backward", landmark_backward, _fake_landmark_backward)
+LANDMARK_FORWARD = register(
+    "landmark_norm", landmark_forward, _fake_landmark, _setup_landmark, _landmark_gradient
+)
+
+
+def _add_forward(
+    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """The result, and the sum that was normed if it is to be kept."""
+    from softfree.ops.norm.kernels import add_norm_kernel
+
+    x, branch = x.contiguous(), branch.contiguous()
+    out = torch.empty_like(x)
+    total = torch.empty_like(x) if keep else x.new_empty(0)
+    rows, tiles, options = _tiles(x)
+    if tiles > 0:
+        with devices.on(x.device):
+            add_norm_kernel[(tiles,)](
+                x, branch, weight.contiguous(), bias.contiguous(), total, out, rows, x.shape[-1],
+                eps, KEEP=keep, **options,
+            )  # fmt: skip
+    return out, total
+
+
+def _fake_add(x, branch, weight, bias, eps, keep):
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, torch.empty_like(out) if keep else x.new_empty(0)
+
+
+def _add_backward(grad: Tensor, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradient of the sum, and of weight and bias as the rows of one tensor."""
+    from softfree.ops.norm.kernels import add_norm_backward_kernel
+
+    grad = grad.contiguous()
+    grad_sum = torch.empty_like(total)
+    rows, tiles, options = _tiles(total)
+    steps, parts = _stretches(total, tiles)
+    if tiles > 0:
+        with devices.on(total.device):
+            add_norm_backward_kernel[(parts.shape[0],)](
+                grad, total, weight.contiguous(), grad_sum, parts, rows, total.shape[-1], steps,
+                eps, **options,
+            )  # fmt: skip
+    return grad_sum, parts.sum(0).to(weight.dtype)
+
+
+def _fake_add_backward(grad, total, weight, eps):
+    return torch.empty_like(total), weight.new_empty(2, total.shape[-1])
+
+
+def _setup_add(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, _, weight, _, ctx.eps, _ = inputs
+    ctx.save_for_backward(output[1], weight)
+    ctx.set_materialize_grads(False)
+
+
+def _add_gradient(ctx: Any, grad, _):
+    if grad is None:
+        return (None,) * 6
+    grad_sum, grad_norm = ADD_BACKWARD(grad, *ctx.saved_tensors, ctx.eps)
+    return grad_sum, grad_sum, *grad_norm.unbind(), None, None
+
+
+ADD_BACKWARD = register("add_norm_backward", _add_backward, _fake_add_backward)
+ADD_FORWARD = register("add_norm", _add_forward, _fake_add, _setup_add, _add_gradient)
+
+
+def _tiles(x: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Rows, tiles of them, and what a kernel is compiled with."""
+    channels = x.shape[-1]
+    blocks = dict(ROWS=max(1, ELEMENTS // block(channels)), BLOCK_C=block(channels))
+    rows = x.numel() // channels
+    return rows, tiles_of(rows, blocks["ROWS"]), dict(**blocks, num_warps=4)
+
+
+def _stretches(x: Tensor, tiles: int) -> tuple[int, Tensor]:
+    """Tiles of a stretch, and room for each stretch's part of the gradients of weight and bias."""
+    steps = max(1, tiles_of(tiles, PROGRAMS_PER_PROCESSOR * devices.processors(x.device)))
+    sizes = (tiles_of(tiles, steps), 2, x.shape[-1])
+    return steps, torch.empty(sizes, dtype=torch.float32, device=x.device)

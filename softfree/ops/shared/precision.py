@@ -1,0 +1,63 @@
+"""What numbers are computed in."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """What ``x`` is computed in: autocast's dtype where that is on and applies, else its own."""
+    device = x.device.type
+    if device == "meta" or x.dtype not in AUTOCAST or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, exponentials, sums and inverses: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast(x: Any) -> Any:
+    """A tensor in :func:`autocast_dtype`; what is none as it is."""
+    return x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x
+
+
+class _FullPrecision:
+    """The setting belongs to the process: the first thread in keeps what it was, the last one out restores it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.before = ""
+
+    @contextlib.contextmanager
+    def __call__(self, device: torch.device) -> Iterator[None]:
+        """Products of float32 in float32 on a GPU, whatever ``float32_matmul_precision`` says.
+
+        TF32 keeps 11 bits, which a distance or an inverse amplifies.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        matmul = torch.backends.cuda.matmul
+        with self.lock:
+            if self.inside == 0:
+                self.before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+            self.inside += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inside -= 1
+                if self.inside == 0:
+                    matmul.fp32_precision = self.before
+
+
+full_precision = _FullPrecision()

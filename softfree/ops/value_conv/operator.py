@@ -1,0 +1,184 @@
+"""Depthwise convolution of attention's values over the image, one filter a head.
+
+Registered as ``softfree::value_conv``. On a GPU, half-precision inputs go to kernels of our own
+(:mod:`softfree.ops.value_conv.kernels`); everything else is PyTorch's convolution.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softfree.ops.shared import devices
+from softfree.ops.shared.registration import register
+from softfree.ops.shared.shapes import block, power_of_two, tiles_of
+
+MAX_CHANNELS = 128
+MAX_KERNEL = 15
+
+
+def value_conv(
+    v: Tensor, weight: Tensor, size: tuple[int, int], base: Tensor | None = None
+) -> Tensor:
+    """``out[b, y, x, h, c] = sum weight[h, 0, dy, dx] v[b, y + dy, x + dx, h, c]``, zeros outside.
+
+    Args:
+        v: (batch, H * W, channels), the channels of a head next to each other; any strides before.
+        weight: (heads, 1, k, k) with k odd.
+        size: (H, W).
+        base: (batch, H * W, channels), what the result is added to. The kernels add it as they write, so
+            that the sum takes no pass of its own.
+
+    Returns:
+        (batch, H * W, channels)
+
+    Example:
+        >>> import torch
+        >>> value_conv(torch.randn(2, 12, 8), torch.randn(4, 1, 3, 3), (4, 3)).shape
+        torch.Size([2, 12, 8])
+    """
+    if _fits(v, weight, base):
+        return FORWARD(v, weight, base, size[0], size[1])
+    out = _by_library(v, weight, size)
+    return out if base is None else base + out
+
+
+def _fits(v: Tensor, weight: Tensor, base: Tensor | None) -> bool:
+    return (
+        devices.usable(v)
+        and v.stride(2) == 1
+        and (base is None or (base.dtype == v.dtype and base.shape == v.shape))
+        and v.shape[2] // weight.shape[0] <= MAX_CHANNELS
+        and weight.shape[-1] <= MAX_KERNEL
+    )
+
+
+def _by_library(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+    channels = v.shape[2]
+    filters = weight.repeat_interleave(channels // weight.shape[0], 0)
+    image = v.unflatten(1, size).permute(0, 3, 1, 2)
+    out = F.conv2d(image, filters, padding=weight.shape[-1] // 2, groups=channels)
+    return out.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _forward(v: Tensor, weight: Tensor, base: Tensor | None, height: int, width: int) -> Tensor:
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    with devices.on(v.device):
+        convolve(v, weight, base, out, height, width)
+    return out
+
+
+def _fake(v, weight, base, height, width):
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+def _backward(
+    grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int
+) -> tuple[Tensor, Tensor]:
+    grad_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    with devices.on(v.device):
+        return grad_v, write_gradient(grad, v, weight, height, width, grad_v)
+
+
+def write_gradient(
+    grad: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    height: int,
+    width: int,
+    grad_v: Tensor,
+    kept: float = 0.0,
+) -> Tensor:
+    """Write the gradient of ``v`` plus ``kept`` times what is there into ``grad_v``; return the weight's."""
+    grad = grad if grad.stride(2) == 1 else grad.contiguous()
+    base = grad_v if kept else None
+    convolve(grad, weight, base, grad_v, height, width, base_scale=kept, flip=True)
+    return _weight_gradient(grad, v, weight, height, width)
+
+
+def _fake_backward(grad, v, weight, height, width):
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), torch.empty_like(
+        weight, memory_format=torch.contiguous_format
+    )
+
+
+def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    v, weight, base, ctx.height, ctx.width = inputs
+    ctx.has_base = base is not None
+    ctx.save_for_backward(v, weight)
+
+
+def _gradient(ctx: Any, grad: Tensor):
+    grad_v, grad_weight = BACKWARD(grad, *ctx.saved_tensors, ctx.height, ctx.width)
+    return grad_v, grad_weight, grad if ctx.has_base else None, None, None
+
+
+BACKWARD = register("value_conv_backward", _backward, _fake_backward)
+FORWARD = register("value_conv", _forward, _fake, _setup, _gradient)
+
+
+def convolve(
+    v: Tensor,
+    weight: Tensor,
+    base: Tensor | None,
+    out: Tensor,
+    height: int,
+    width: int,
+    *,
+    base_scale: float = 1.0,
+    flip: bool = False,
+) -> None:
+    """Write ``base_scale * base`` plus the convolution into ``out``, which may be ``base`` itself.
+
+    ``flip`` turns the filters by 180 degrees.
+    """
+    from softfree.ops.value_conv.kernels import value_band_kernel, value_conv_kernel
+
+    heads, kernel = weight.shape[0], weight.shape[-1]
+    blocks, tiles_y, tiles_x = _tiles(v, heads, kernel, height, width)
+    if base is not None and base.stride(2) != 1:
+        base = base.contiguous()
+    added = out if base is None else base
+    if out.numel() == 0:
+        return
+    side = blocks["BLOCK_X"]
+    band = torch.empty((heads, kernel, side, side), dtype=v.dtype, device=v.device)
+    value_band_kernel[(heads * kernel,)](
+        weight.contiguous(), band, KERNEL=kernel, FLIP=flip, BLOCK_X=side
+    )
+    value_conv_kernel[(v.shape[0] * heads * tiles_y * tiles_x,)](
+        v, band, added, out, heads, height, width, v.shape[2] // heads,
+        tiles_y, tiles_x, *v.stride()[:2], *added.stride()[:2], *out.stride()[:2], base_scale,
+        KERNEL=kernel, HAS_BASE=base is not None, **blocks, num_warps=4, **devices.as_for_ampere(),
+    )  # fmt: skip
+
+
+def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    from softfree.ops.value_conv.kernels import value_conv_weight_kernel
+
+    heads, kernel = weight.shape[0], weight.shape[-1]
+    blocks, tiles_y, tiles_x = _tiles(v, heads, kernel, height, width)
+    items = v.shape[0] * tiles_y * tiles_x
+    stretches = max(1, min(items, tiles_of(4 * devices.processors(v.device), heads * kernel)))
+    parts = torch.empty(
+        (heads, stretches, kernel, kernel), dtype=torch.float32, device=weight.device
+    )
+    value_conv_weight_kernel[(kernel, stretches, heads)](
+        grad, v, parts, v.shape[0], heads, height, width, v.shape[2] // heads,
+        tiles_y, tiles_x, stretches, grad.stride(0), grad.stride(1), v.stride(0), v.stride(1),
+        KERNEL=kernel, **blocks, num_warps=4, **devices.as_for_ampere(),
+    )  # fmt: skip
+    return parts.sum(1, keepdim=True).to(weight.dtype)
+
+
+def _tiles(
+    v: Tensor, heads: int, kernel: int, height: int, width: int
+) -> tuple[dict[str, int], int, int]:
+    """Blocks of a program, and how many of them cover the image's rows and columns."""
+    block_c = block(v.shape[2] // heads)
+    block_x = min(64, block(width + kernel - 1))
+    rows = max(1, min(128 // block_c, power_of_two(height)))
+    columns = block_x - kernel + 1
+    blocks = dict(BLOCK_X=block_x, ROWS=rows, BLOCK_C=block_c)
+    return blocks, tiles_of(height, rows), tiles_of(width, columns)

@@ -1,0 +1,256 @@
+"""Windows of tokens times one weight: a convolution whose stride is its window, shared by all heads.
+
+Registered as ``softfree::window_product``. On a GPU kernels of our own
+(:mod:`softfree.ops.window_product.kernels`) read the tokens where they lie; everything else is a copy of
+the tokens by window and one matrix product.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from softfree.ops.shared import devices
+from softfree.ops.shared.precision import autocast
+from softfree.ops.shared.registration import register
+from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
+
+# Channels of q and of the result that the kernels take; more spill registers.
+MAX_CHANNELS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 64}
+PROGRAMS_PER_PROCESSOR = 4
+
+
+class Tile(NamedTuple):
+    """Windows of a tile, tokens of each at a time, warps of a program, software pipeline depth."""
+
+    windows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+# For 16-bit inputs of at most 32 channels.
+TILES = {
+    "result": Tile(64, 4, 4, 3),
+    "tokens": Tile(64, 4, 4, 3),
+    "weight": Tile(64, 4, 4, 3),
+}
+
+
+def window_product(q: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+    """``out[b, h, w] = sum_t weight[:, :, t] q[b, h, t of window w]``, zeros beyond the border.
+
+    Args:
+        q: (batch, heads, H * W, d_in), any strides.
+        weight: (d_out, d_in, down, across): the windows' size and stride, and a matrix a token of them.
+        size: (H, W).
+
+    Returns:
+        (batch, heads, windows, d_out), windows row by row: ceil(H / down) * ceil(W / across).
+
+    Example:
+        >>> import torch
+        >>> window_product(torch.randn(2, 3, 7 * 5, 8), torch.randn(4, 8, 2, 2), (7, 5)).shape
+        torch.Size([2, 3, 12, 4])
+    """
+    if not _fits(q, weight):
+        return _by_library(q, weight, size)
+    return FORWARD(autocast(q), weight, size[0], size[1])
+
+
+def windows(tokens: Tensor, size: tuple[int, int], window: tuple[int, int]) -> Tensor:
+    """Tokens (batch, heads, H * W, d) by window: (batch, heads, windows, window, d), filled up with 0."""
+    (height, width), (down, across) = size, window
+    if down == 1 and across == 1:
+        return tokens[:, :, :, None]
+    batch, heads, _, channels = tokens.shape
+    rows, columns = window_grid(size, window)
+    tokens = tokens.unflatten(2, (height, width))
+    if cross_the_border(size, window):
+        below, right = rows * down - height, columns * across - width
+        tokens = F.pad(tokens, (0, 0, 0, right, 0, below))
+    tokens = tokens.reshape(batch, heads, rows, down, columns, across, channels).transpose(3, 4)
+    return tokens.reshape(batch, heads, rows * columns, down * across, channels)
+
+
+def window_grid(size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
+    """How many windows cover (H, W), along each."""
+    return -(-size[0] // window[0]), -(-size[1] // window[1])
+
+
+def cross_the_border(size: tuple[int, int], window: tuple[int, int]) -> bool:
+    """Whether windows at the border are incomplete, or may be where the size is symbolic.
+
+    A symbolic size under torch.export may be padded by 0 without harm; asking for its value would fix the
+    exported program to it.
+    """
+    if window == (1, 1):
+        return False
+    rows, columns = window_grid(size, window)
+    over = (rows * window[0] - size[0], columns * window[1] - size[1])
+    return any(not isinstance(amount, int) or amount > 0 for amount in over)
+
+
+def _fits(q: Tensor, weight: Tensor) -> bool:
+    return (
+        devices.usable(q, MAX_CHANNELS)
+        and q.stride(3) == 1
+        and max(weight.shape[:2]) <= MAX_CHANNELS[q.dtype]
+    )
+
+
+def _by_library(q: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+    by_window = windows(q, size, (weight.shape[2], weight.shape[3]))
+    matrices = weight.flatten(2).permute(2, 1, 0)
+    return by_window.flatten(3) @ matrices.reshape(-1, matrices.shape[2])
+
+
+def _empty_result(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    rows, columns = window_grid((height, width), (weight.shape[2], weight.shape[3]))
+    return q.new_empty(q.shape[0], q.shape[1], rows * columns, weight.shape[0])
+
+
+def _forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    from softfree.ops.window_product.kernels import window_product_kernel
+
+    out = _empty_result(q, weight, height, width)
+    if out.numel() > 0:
+        tile = _tile("result", out, weight)
+        with devices.on(q.device):
+            window_product_kernel[(_tiles(out, tile),)](
+                q, _matrices(weight, q), out, *_sizes(out, weight, height, width), *q.stride()[:3],
+                **_options(tile, q, weight),
+            )  # fmt: skip
+    return out
+
+
+def _fake(q, weight, height, width):
+    return _empty_result(q, weight, height, width)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int
+) -> tuple[Tensor, Tensor]:
+    grad_q = token_tensor(q, q.shape[3])
+    with devices.on(q.device):
+        return grad_q, write_gradient(grad, q, weight, height, width, grad_q)
+
+
+def write_gradient(
+    grad: Tensor,
+    q: Tensor,
+    weight: Tensor,
+    height: int,
+    width: int,
+    grad_q: Tensor,
+    kept: float = 0.0,
+) -> Tensor:
+    """Write the gradient of ``q`` plus ``kept`` times what is there into ``grad_q``; return the weight's."""
+    if grad.numel() == 0:
+        return torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    grad = grad.contiguous()
+    _token_gradient(grad, weight, height, width, grad_q, kept)
+    return _weight_gradient(grad, q, weight, height, width)
+
+
+def _fake_backward(grad, q, weight, height, width):
+    return token_tensor(q, q.shape[3]), torch.empty_like(
+        weight, memory_format=torch.contiguous_format
+    )
+
+
+def _token_gradient(
+    grad: Tensor, weight: Tensor, height: int, width: int, grad_q: Tensor, kept: float
+) -> None:
+    from softfree.ops.window_product.kernels import window_product_token_kernel
+
+    tile = _tile("tokens", grad, weight)
+    window_product_token_kernel[(_tiles(grad, tile),)](
+        grad, _matrices(weight, grad_q), grad_q, *_sizes(grad, weight, height, width),
+        *grad_q.stride()[:3], kept, ADD=kept != 0, **_options(tile, grad_q, weight),
+    )  # fmt: skip
+
+
+def _weight_gradient(grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    from softfree.ops.window_product.kernels import window_product_weight_kernel
+
+    d_out, d_in, down, across = weight.shape
+    tile = _tile("weight", grad, weight)
+    groups = tiles_of(down * across, tile.tokens)
+    programs = PROGRAMS_PER_PROCESSOR * devices.processors(q.device)
+    stretches = max(1, min(_tiles(grad, tile), programs // groups))
+    parts = torch.empty(
+        (stretches, d_out, down * across, d_in), dtype=torch.float32, device=q.device
+    )
+    window_product_weight_kernel[(groups, stretches)](
+        q, grad, parts, *_sizes(grad, weight, height, width), stretches, *q.stride()[:3],
+        **_options(tile, q, weight),
+    )  # fmt: skip
+    return parts.sum(0).to(weight.dtype).mT.contiguous().view(weight.shape)
+
+
+def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    q, weight, ctx.height, ctx.width = inputs
+    ctx.save_for_backward(q, weight)
+
+
+def _gradient(ctx: Any, grad: Tensor):
+    grad_q, grad_weight = BACKWARD(grad, *ctx.saved_tensors, ctx.height, ctx.width)
+    return grad_q, grad_weight, None, None
+
+
+BACKWARD = register("window_product_backward", _backward, _fake_backward)
+FORWARD = register("window_product", _forward, _fake, _setup, _gradient)
+
+
+@register_flop_formula(torch.ops.softfree.window_product)
+def _flops(q_shape, weight_shape, height, width, **_) -> int:
+    d_out, d_in, down, across = weight_shape
+    rows, columns = window_grid((height, width), (down, across))
+    return 2 * q_shape[0] * q_shape[1] * rows * columns * down * across * d_in * d_out
+
+
+@register_flop_formula(torch.ops.softfree.window_product_backward)
+def _backward_flops(_grad_shape, q_shape, weight_shape, height, width, **_) -> int:
+    return 2 * _flops(q_shape, weight_shape, height, width)
+
+
+def _matrices(weight: Tensor, q: Tensor) -> Tensor:
+    """The weight as (window, d_in, d_out), of q's dtype."""
+    matrices = weight.flatten(2).permute(2, 1, 0)
+    return torch.empty(matrices.shape, dtype=q.dtype, device=q.device).copy_(matrices)
+
+
+def _sizes(out: Tensor, weight: Tensor, height: int, width: int) -> tuple[int, ...]:
+    """What every kernel asks for: windows, rows and columns of them, heads, H, W, d_in, d_out."""
+    batch, heads, count, d_out = out.shape
+    rows, columns = window_grid((height, width), (weight.shape[2], weight.shape[3]))
+    return batch * heads * count, rows, columns, heads, height, width, weight.shape[1], d_out
+
+
+def _tile(kernel: str, out: Tensor, weight: Tensor) -> Tile:
+    d_out, d_in, down, across = weight.shape
+    widest = block(max(d_in, d_out))
+    if out.dtype.itemsize == 2 and widest <= 32:
+        tile = TILES[kernel]
+    else:
+        tile = Tile(32, 1, 8 if widest > 32 else 4, 2)
+    tokens = min(tile.tokens, power_of_two(down * across))
+    few = _tiles(out, tile) < devices.processors(out.device)
+    return tile._replace(windows=16 if few else tile.windows, tokens=tokens)
+
+
+def _tiles(out: Tensor, tile: Tile) -> int:
+    return tiles_of(out.numel(), out.shape[3] * tile.windows)
+
+
+def _options(tile: Tile, q: Tensor, weight: Tensor) -> dict[str, Any]:
+    d_out, d_in, down, across = weight.shape
+    return dict(
+        DOWN=down, ACROSS=across, WINDOWS=tile.windows, TOKENS=tile.tokens,
+        BLOCK_D=block(d_in), BLOCK_O=block(d_out),
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages, **devices.as_for_ampere(),
+    )  # fmt: skip

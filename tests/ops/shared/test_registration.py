@@ -1,0 +1,67 @@
+"""Operators registered with PyTorch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import softfree
+from softfree.ops.shared.registration import register
+
+
+def scaled(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+    return x * factor, torch.zeros_like(x) if y is None else y + x
+
+
+def keep(ctx, inputs, output):
+    ctx.factor, ctx.has_y = inputs[2], inputs[1] is not None
+
+
+def gradient(ctx, grad, grad_sum):
+    grad_x = grad * ctx.factor + (grad_sum if ctx.has_y else 0)
+    return grad_x, grad_sum if ctx.has_y else None, None
+
+
+@pytest.fixture(scope="module")
+def operator():
+    shapes = lambda x, y, factor: (torch.empty_like(x), torch.empty_like(x))  # noqa: E731
+    return register("scaled_for_a_test", scaled, shapes, keep, gradient)
+
+
+def inputs(y: bool = True) -> tuple:
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    return x, torch.randn_like(x, requires_grad=True) if y else None, 3.0
+
+
+@pytest.mark.parametrize("y", [True, False])
+def test_an_operator_passes_pytorchs_own_check(operator, y):
+    torch.library.opcheck(operator, inputs(y))
+
+
+def test_gradients_are_those_of_the_formula(operator):
+    torch.autograd.gradcheck(operator, inputs())
+
+
+def test_the_gradient_of_a_call_may_have_a_graph_but_no_gradient_of_its_own():
+    tokens = [torch.randn(1, 1, n, 4, requires_grad=True) for n in (12, 12, 3)]
+    q, v, landmarks = tokens
+    out = softfree.soft_attention(q, None, v, landmarks, backend="torch").square().sum()
+    plain = torch.autograd.grad(out, tokens, retain_graph=True)
+    with_graph = torch.autograd.grad(out, tokens, create_graph=True)
+    assert all(map(torch.equal, with_graph, plain))
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        with_graph[0].sum().backward()
+
+
+def test_without_gradients_there_is_no_graph(operator):
+    x, y, factor = inputs()
+    assert not operator(x.detach(), y.detach(), factor)[0].requires_grad
+    with torch.no_grad():
+        assert not operator(x, y, factor)[0].requires_grad
+
+
+def test_compiled_code_has_the_operator_as_one_node(operator):
+    torch.compiler.reset()
+    x, y, factor = inputs()
+    compiled = torch.compile(lambda x, y: operator(x, y, factor)[0].sum(), backend="aot_eager")
+    compiled(x, y).backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, factor))
