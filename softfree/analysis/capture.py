@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention, SoftmaxAttention
-from softfree.layers.landmarks import pooled_share
+from softfree.layers.landmarks import Size, pooled_share
 from softfree.layers.linformer import LinformerAttention
 from softfree.layers.multihead import MultiHeadAttention
 from softfree.layers.nystromformer import NystromformerAttention, iterative_inverse
@@ -31,7 +31,6 @@ CONVERGED = 1e-2
 MOST_STEPS = 60
 SAMPLED = 256  # tokens between which the error of the kernel is taken
 SAMPLED_ROWS = 32  # of the attention matrix, in float32; each is as long as the image has tokens
-Grid = tuple[int, int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,17 +354,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _self_attention(
     name: str,
     x: Tensor,
-    size: Grid = None,
+    size: Size = None,
     mask: Tensor | None = None,
     context: Tensor | None = None,
-) -> tuple[Tensor, Grid]:
+) -> tuple[Tensor, Size]:
     """Tokens and grid, out of the arguments that an attention layer was called with."""
     if mask is not None or context is not None:
         raise ValueError(f"{name}: attention with a mask or to a context can't be captured")
     return x, size
 
 
-def _read_soft(name: str, module: SoftAttention, x: Tensor, size: Grid) -> SoftLayer:
+def _read_soft(name: str, module: SoftAttention, x: Tensor, size: Size) -> SoftLayer:
     q = module.qv(x)[..., : x.shape[2]].unflatten(-1, (module.num_heads, module.head_dim))
     q = q.transpose(1, 2)
     landmarks, present = sampled = module.sampler(q, size, None)
@@ -396,12 +395,12 @@ def _project(module: MultiHeadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _read_softmax(name: str, module: SoftmaxAttention, x: Tensor, size: Grid) -> SoftmaxLayer:
+def _read_softmax(name: str, module: SoftmaxAttention, x: Tensor, size: Size) -> SoftmaxLayer:
     return SoftmaxLayer(name, "softmax", size, *_project(module, x))
 
 
 def _read_nystromformer(
-    name: str, module: NystromformerAttention, x: Tensor, size: Grid
+    name: str, module: NystromformerAttention, x: Tensor, size: Size
 ) -> FactoredLayer:
     q, k = _project(module, x)
     landmark_queries, landmark_keys = (module.sampler(t[None], size)[0][0] for t in (q, k))
@@ -413,7 +412,7 @@ def _read_nystromformer(
     return FactoredLayer(name, "Nyströmformer", size, q, k, left, right)
 
 
-def _read_performer(name: str, module: PerformerAttention, x: Tensor, size: Grid) -> FactoredLayer:
+def _read_performer(name: str, module: PerformerAttention, x: Tensor, size: Size) -> FactoredLayer:
     q, k = _project(module, x)
     directions = module.features.float().T * module.head_dim**-0.25
     on_queries, on_keys = q @ directions, k @ directions
@@ -427,7 +426,7 @@ def _read_performer(name: str, module: PerformerAttention, x: Tensor, size: Grid
     return FactoredLayer(name, "Performer", size, q, k, left, right)
 
 
-def _read_linformer(name: str, module: LinformerAttention, x: Tensor, size: Grid) -> FactoredLayer:
+def _read_linformer(name: str, module: LinformerAttention, x: Tensor, size: Size) -> FactoredLayer:
     q, k = _project(module, x)
     prefix = 0 if size is None else x.shape[1] - size[0] * size[1]
     mixtures = module.matrix(x.shape[1] - prefix, size).float()

@@ -48,8 +48,9 @@ class Block(nn.Module):
     Args:
         dim: channels.
         attention: called as ``attention(x, size, mask)``.
-        mlp_ratio: hidden channels of the MLP over ``dim``.
+        mlp_dim: hidden channels of the MLP; None: four times ``dim``.
         drop_path: probability that a sample skips a branch in training (stochastic depth).
+        attn_drop: dropout of what the attention adds.
         proj_drop: dropout in the MLP.
         pre_norm: norm before the branch instead of after the sum.
         norm_eps: of both LayerNorms.
@@ -61,8 +62,9 @@ class Block(nn.Module):
         dim: int,
         attention: nn.Module,
         *,
-        mlp_ratio: float = 4.0,
+        mlp_dim: int | None = None,
         drop_path: float = 0.0,
+        attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         pre_norm: bool = False,
         norm_eps: float = 1e-5,
@@ -74,16 +76,18 @@ class Block(nn.Module):
         self.attn = attention
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         mlp_layer = Mlp if exact_gelu else TanhMlp
-        self.mlp = mlp_layer(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop)
+        self.mlp = mlp_layer(dim, mlp_dim or 4 * dim, act_layer=act_layer, drop=proj_drop)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attn_drop = nn.Dropout(attn_drop) if attn_drop > 0 else nn.Identity()
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, size: Size = None, mask: Tensor | None = None) -> Tensor:
         """(batch, tokens, dim) to the same shape."""
         if self.pre_norm:
-            x = x + self.drop_path(self.attn(self.norm1(x), size, mask))
+            x = x + self.drop_path(self.attn_drop(self.attn(self.norm1(x), size, mask)))
             return x + self.drop_path(self.mlp(self.norm2(x)))
-        x = _add_and_norm(x, self.drop_path(self.attn(x, size, mask)), self.norm1)
+        attended = self.attn_drop(self.attn(x, size, mask))
+        x = _add_and_norm(x, self.drop_path(attended), self.norm1)
         return _add_and_norm(x, self.drop_path(self.mlp(x)), self.norm2)
 
 
@@ -99,7 +103,8 @@ class SoftBlock(Block):
 
     Args:
         dim, num_heads: as in :class:`SoftAttention`, which also takes the further keywords.
-        mlp_ratio, drop_path, proj_drop, pre_norm, norm_eps: as in :class:`Block`.
+        mlp_ratio: hidden channels of the MLP over ``dim``.
+        drop_path, proj_drop, pre_norm, norm_eps: as in :class:`Block`.
 
     Example:
         >>> import torch, softfree
@@ -123,7 +128,7 @@ class SoftBlock(Block):
         super().__init__(
             dim,
             SoftAttention(dim, num_heads, **attention),
-            mlp_ratio=mlp_ratio,
+            mlp_dim=int(dim * mlp_ratio),
             drop_path=drop_path,
             proj_drop=proj_drop,
             pre_norm=pre_norm,

@@ -10,7 +10,6 @@ and gives landmarks (batch, heads, m, head_dim) with a mask (batch, m), or None 
 Tokens before the ``H * W`` image tokens (a class token) are prefix tokens.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.layers.plain import is_plain
+from softfree.layers.pooling import Sampled, pool_grid, pooling_matrix, smaller
 from softfree.ops.norm import landmark_norm
 from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
 
 Size = tuple[int, int] | None
-Sampled = tuple[Tensor, Tensor | None]
 SamplerName = Literal["conv", "average", "random", "first"]
 SAMPLERS: tuple[SamplerName, ...] = ("conv", "average", "random", "first")
 DEFAULT_COUNT = 49
@@ -157,7 +156,7 @@ class _WindowLandmarks(nn.Module):
         landmark_mask = None if real is None else _mask_windows(real, grid, window).any(-1)
         if self.count is not None:
             counts = window_grid(grid, window)
-            landmarks, landmark_mask = _pool(landmarks, landmark_mask, counts, self.count)
+            landmarks, landmark_mask = pool_grid(landmarks, landmark_mask, counts, self.count)
         if prefix and self.stride == 1:
             real = None if mask is None else mask[:, :prefix]
             first = self.reduce(q[:, :, :prefix], real, (1, prefix), window)
@@ -272,7 +271,7 @@ class _TokenLandmarks(nn.Module):
                 f"landmarks: {self.count} of the tokens were asked for, but there are only {tokens}; "
                 f"give a count of at most {tokens}"
             )
-        count = _smaller(self.count, tokens)
+        count = smaller(self.count, tokens)
         if mask is None:
             return q[:, :, self.choose(tokens, count, q.device)], None
         real = mask.sum(1, keepdim=True)
@@ -351,102 +350,8 @@ def _mask_windows(mask: Tensor, grid: tuple[int, int], window: tuple[int, int]) 
     return windows(mask[:, None, :, None], grid, window)[:, 0, :, :, 0]
 
 
-def _smaller(a: int, b: int) -> int:
-    # The compiler takes min alone, and the exporter sym_min alone without fixing the program to a size.
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
-
-
-@functools.lru_cache(maxsize=64)
-def pooling_matrix(
-    single: int, grid: tuple[int, int], count: int, device: torch.device
-) -> Tensor | None:
-    """What :func:`_pool` does to a grid of landmarks, after ``single`` ones that stay, as a matrix.
-
-    (landmarks, windows), float32; None if there are few enough.
-
-    Example:
-        >>> pooling_matrix(0, (2, 4), 4, torch.device("cpu"))
-        tensor([[0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.0000],
-                [0.0000, 0.0000, 0.5000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000],
-                [0.0000, 0.0000, 0.0000, 0.0000, 0.5000, 0.5000, 0.0000, 0.0000],
-                [0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.5000, 0.5000]])
-    """
-    target = _target(grid, count)
-    if target == grid:
-        return None
-    with torch.inference_mode(False):  # what is kept here may serve in training later
-        like = torch.empty(0, device=device)
-        sides = (_pooling_matrix(side, bins, like) for side, bins in zip(grid, target, strict=True))
-        return torch.block_diag(torch.eye(single, device=device), torch.kron(*sides))
-
-
 def _is_ordinary(x: Tensor) -> bool:
     """Whether what is made for ``x`` may be kept for others: no tracer's tensor, without numbers, or a graph's."""
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return False
     return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
-def _target(grid: tuple[int, int], count: int) -> tuple[int, int]:
-    """Sides of the grid to which at most ``count`` landmarks are pooled."""
-    rows, columns = grid
-    down, across = (1, count) if rows == 1 else (math.isqrt(count), count // math.isqrt(count))
-    return min(rows, down), min(columns, across)
-
-
-def _pool(landmarks: Tensor, mask: Tensor | None, grid: tuple[int, int], count: int) -> Sampled:
-    """Adaptive average pooling of a grid of landmarks to at most ``count``, masked ones left out."""
-    rows, columns = grid
-    known = isinstance(rows, int) and isinstance(columns, int)
-    target = (math.isqrt(count), count // math.isqrt(count))
-    if known:
-        target = _target(grid, count)
-        if target == grid:
-            return landmarks, mask
-        if rows == 1 and mask is not None:
-            return _pool_real(landmarks, mask, count)
-    elif mask is None:
-        # How many bins a size leaves empty is not known before an exported program runs.
-        mask = landmarks.new_ones(rows * columns, dtype=torch.bool).expand(landmarks.shape[0], -1)
-    down = _pooling_matrix(rows, target[0], landmarks)
-    across = _pooling_matrix(columns, target[1], landmarks)
-    landmarks = landmarks.unflatten(2, grid)
-    if mask is None:
-        pooled = torch.einsum("ah,bnhwd,cw->bnacd", down, landmarks, across)
-        return pooled.flatten(2, 3), None
-    mask = mask.unflatten(1, grid)
-    landmarks = torch.where(mask[:, None, ..., None], landmarks, 0)
-    pooled = torch.einsum("ah,bnhwd,cw->bnacd", down, landmarks, across)
-    present = torch.einsum("ah,bhw,cw->bac", down, mask.to(landmarks.dtype), across)
-    pooled = pooled / torch.where(present > 0, present, 1)[:, None, ..., None]
-    return pooled.flatten(2, 3), (present > 0).flatten(1)
-
-
-def _pool_real(landmarks: Tensor, mask: Tensor, count: int) -> Sampled:
-    """Adaptive average pooling of each sequence's own landmarks, so that padding changes nothing."""
-    real = mask.sum(1).clamp(min=1)[:, None]
-    used = real.clamp(max=count)
-    index = torch.arange(count, device=mask.device)
-    first = index * real // used
-    last = ((index + 1) * real + used - 1) // used
-    rank = mask.cumsum(1)[:, None] - 1
-    inside = mask[:, None] & (rank >= first[..., None]) & (rank < last[..., None])
-    weights = inside.to(landmarks.dtype) / (last - first)[..., None]
-    landmarks = torch.where(mask[:, None, :, None], landmarks, 0)
-    return weights[:, None] @ landmarks, inside.any(-1)
-
-
-def _pooling_matrix(length: int, bins: int, like: Tensor) -> Tensor:
-    """Adaptive average pooling of ``length`` values as a matrix (bins, length).
-
-    Bin i covers the values from floor(i length / bins) to ceil((i + 1) length / bins), as in
-    ``F.adaptive_avg_pool1d``; written as a product it works at sizes an exporter does not know. Of more
-    bins than values the first take one value each and the others none.
-    """
-    used = _smaller(length, bins)
-    index = torch.arange(bins, device=like.device)
-    first = index * length // used
-    last = ((index + 1) * length + used - 1) // used
-    position = torch.arange(length, device=like.device)
-    inside = (position >= first[:, None]) & (position < last[:, None])
-    return inside.to(like.dtype) / (last - first)[:, None]

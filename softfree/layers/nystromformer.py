@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.layers.attention import ValueConv
-from softfree.layers.landmarks import AverageLandmarks, Landmarks, LandmarkSpec, Sampled, Size
+from softfree.layers.landmarks import AverageLandmarks, Landmarks, LandmarkSpec, Size
 from softfree.layers.multihead import MultiHeadAttention, check_size
+from softfree.layers.pooling import Sampled, pool_segments
 from softfree.ops.shared.precision import compute_dtype
 
 DEFAULT_SEGMENTS = 64
@@ -127,14 +128,8 @@ class SegmentMeans(nn.Module):
         if mask is None and tokens % count == 0:
             return q.unflatten(2, (count, tokens // count)).mean(3), None
         real = q.new_ones(1, tokens, dtype=torch.bool) if mask is None else mask
-        total = real.sum(1, keepdim=True)
-        rank = real.cumsum(1) - 1
-        segment = rank * total.clamp(max=count) // total.clamp(min=1)
-        member = segment[:, None, :] == torch.arange(count, device=q.device)[:, None]
-        member = member & real[:, None, :]
-        size_of = member.sum(-1, keepdim=True).clamp(min=1)
-        means = (member[:, None].to(q.dtype) @ q) / size_of[:, None]
-        return means.to(q.dtype), None if mask is None else member.any(-1)
+        means, present = pool_segments(q, real, count, overlap=False)
+        return means, None if mask is None else present
 
 
 def _landmark_kernel(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

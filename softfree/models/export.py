@@ -23,6 +23,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.export import Dim
 
+from softfree.layers.pooling import averaging_matrix
 from softfree.models.metadata import check_fields
 
 # Below it the last map of a pyramid has a side of 1, and exporters take a 1 for a constant.
@@ -170,19 +171,9 @@ class MatrixPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.size == (1, 1):
             return x.mean((2, 3), keepdim=True)
-        down = _averaging_matrix(x.shape[2], self.size[0], x)
-        across = _averaging_matrix(x.shape[3], self.size[1], x)
+        down = averaging_matrix(x.shape[2], self.size[0], x)
+        across = averaging_matrix(x.shape[3], self.size[1], x)
         return down @ x @ across.mT
-
-
-def _averaging_matrix(length: int, bins: int, like: Tensor) -> Tensor:
-    """(bins, length): bin i is the mean from floor(i length / bins) to ceil((i + 1) length / bins)."""
-    index = torch.arange(bins, device=like.device)
-    first = index * length // bins
-    last = ((index + 1) * length + bins - 1) // bins
-    position = torch.arange(length, device=like.device)
-    inside = (position >= first[:, None]) & (position < last[:, None])
-    return inside.to(like.dtype) / (last - first)[:, None]
 
 
 def _prepare(model: nn.Module) -> nn.Module:

@@ -72,11 +72,13 @@ class SoftVisionTransformer(Backbone):
             strict_landmarks=False,
         )
         options.update(attention_options)
+        if mlp_ratio is None:
+            mlp_ratio = default_mlp_ratio(attention)
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,
                 create_attention(attention, embed_dim, num_heads, **options),
-                mlp_ratio=default_mlp_ratio(attention) if mlp_ratio is None else mlp_ratio,
+                mlp_dim=int(embed_dim * mlp_ratio),
                 drop_path=rate,
                 proj_drop=proj_drop_rate,
             )

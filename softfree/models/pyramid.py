@@ -143,7 +143,7 @@ class SoftPyramid(Backbone):
                     SoftmaxAttention(dim, heads)
                     if softmax
                     else create_attention(attention, dim, heads, **options),
-                    mlp_ratio=ratio,
+                    mlp_dim=int(dim * ratio),
                     drop_path=drop_path,
                     proj_drop=proj_drop_rate,
                     pre_norm=softmax or pre_norm,

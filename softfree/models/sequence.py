@@ -9,10 +9,9 @@ an MLP of 128. One difference: there the mean counts the padding, too, so that l
 from typing import Any, Literal
 
 import torch
-from timm.layers import Mlp
 from torch import Tensor, nn
 
-from softfree.layers import create_attention
+from softfree.layers import Block, create_attention
 from softfree.layers.factory import check_options
 from softfree.models.checks import check_at_least
 
@@ -28,23 +27,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "nystromformer": dict(landmarks=128, value_conv=35),
     "reformer": dict(rounds=2),
 }
-
-
-class EncoderBlock(nn.Module):
-    """``x + dropout(attn(LN(x)))``, then ``x + mlp(LN(x))`` with dropout inside."""
-
-    def __init__(self, dim: int, attention: nn.Module, mlp_dim: int, dropout: float):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim)
-        self.attn = attention
-        self.dropout = nn.Dropout(dropout)
-        self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, mlp_dim, drop=dropout)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, tokens, dim) to the same shape."""
-        x = x + self.dropout(self.attn(self.norm1(x), None, mask))
-        return x + self.mlp(self.norm2(x))
 
 
 class SequenceClassifier(nn.Module):
@@ -105,11 +87,14 @@ class SequenceClassifier(nn.Module):
         self.positions = nn.Parameter(torch.empty(1, positions, dim))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            EncoderBlock(
+            Block(
                 dim,
                 create_attention(attention, dim, num_heads, sequence=True, **options),
-                mlp_dim,
-                dropout,
+                mlp_dim=mlp_dim,
+                attn_drop=dropout,
+                proj_drop=dropout,
+                pre_norm=True,
+                exact_gelu=True,
             )
             for _ in range(depth)
         )
@@ -150,7 +135,7 @@ class SequenceClassifier(nn.Module):
                 mask = torch.cat([mask.new_ones(len(mask), 1), mask], 1)
         x = self.dropout(x + self.positions[:, : x.shape[1]])
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, None, mask)
         x = self.norm(x)
         if self.class_token is not None:
             return x[:, 0]

@@ -276,7 +276,7 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
 def build_encoder(arguments: dict[str, Any]) -> SequenceClassifier:
     """The encoder of :func:`model_arguments`."""
     others = {name: value for name, value in arguments.items() if name != "attention_options"}
-    return SequenceClassifier(**others, **arguments["attention_options"])
+    return SequenceClassifier(**others, **arguments.get("attention_options", {}))
 
 
 def check_encoder(arguments: dict[str, Any]) -> None:

@@ -148,3 +148,11 @@ def test_hooks_before_the_backward_pass_of_the_mlp_are_called():
     b.mlp.fc1.register_full_backward_pre_hook(lambda module, grad: seen.append(module))
     b.mlp(x).sum().backward()
     assert seen == [b.mlp.fc1]
+
+
+def test_attn_drop_acts_on_the_attention_alone_and_in_training_alone():
+    b = Block(12, SoftmaxAttention(12, 3), attn_drop=1 - 1e-12, pre_norm=True).double()
+    x = torch.randn(2, 35, 12, dtype=torch.float64)
+    torch.testing.assert_close(b.train()(x), x + b.mlp(b.norm2(x)))
+    y = x + b.attn(b.norm1(x))
+    torch.testing.assert_close(b.eval()(x), y + b.mlp(b.norm2(y)))
