@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test lint browser clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -26,6 +26,9 @@ lint: $(VENV)/installed-dev  ## format, lint and types alone
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+browser: $(VENV)/installed-dev  ## a browser for the tests of the explorer's page, which are skipped without
+	$(BIN)/python .ci/browser
 
 clean:  ## remove the environment, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -2,10 +2,12 @@
 
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +19,17 @@ from softfree.explorer.server import create_app
 
 from .small import encoded, photo, subjects
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE = 20.0
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed; try `make browser`"
+)
+# In the environment itself, then on the PATH.
+BROWSERS = (
+    str(Path(sys.executable).with_name("chromium")),
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+)
+PATIENCE = 600.0  # only against waiting for ever
 BAD = "#message:not([hidden])"
 
 
@@ -65,9 +75,12 @@ def browser():
     with playwright.sync_playwright() as driver:
         try:
             browser = driver.chromium.launch(executable_path=found)
-        except playwright.Error:
+        except playwright.Error as error:
+            if found:
+                raise
             pytest.skip(
-                f"no browser: none of {', '.join(BROWSERS)}, and playwright has none of its own"
+                f"no {', '.join(BROWSERS[1:])} on the PATH, and none from playwright "
+                f"({str(error).splitlines()[0]}); try `make browser`"
             )
         yield browser
         browser.close()
