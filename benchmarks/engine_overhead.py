@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.measure import synchronize
-from softfree.commands._benchmark_model import OPTIMIZERS, Settings, Throughput, training_step
-from softfree.commands._common import heading, make_table
+from softfree.analysis.model_speed import OPTIMIZERS, ModelConditions, training
+from softfree.commands.common import heading, make_table
 from softfree.data.images import ImageData, ImageDataset
 from softfree.training import classification
 from softfree.training.engine import train
@@ -153,24 +153,18 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> TakesTurns:
     OPTIMIZERS[FUSED] = lambda parameters: torch.optim.AdamW(
         parameters, lr=1e-4, weight_decay=0.05, fused=True
     )
-    with contextlib.ExitStack() as stack:
-        output = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        task = build_task(arguments, device, output / "run")
-        bare_settings = Settings(
+    with tempfile.TemporaryDirectory() as folder:
+        task = build_task(arguments, device, Path(folder) / "run")
+        conditions = ModelConditions(
             batch_size=arguments.batch_size,
             img_size=arguments.img_size,
             amp_dtype="bfloat16" if device.type == "cuda" else "none",
-            opt="adamw",
             channels_last=arguments.channels_last,
-            torchcompile=False,
-            fuse_bn=False,
         )
-        unused = Throughput(arguments.model, 0, None)
         bare = []
         for opt in ("adamw", FUSED):
-            given = dataclasses.replace(bare_settings, opt=opt)
-            step, _ = stack.enter_context(training_step(task.build_model(), given, device, unused))
-            bare.append(step)
+            given = dataclasses.replace(conditions, opt=opt)
+            bare.append(training(task.build_model(), given, device).call)
         task.begin(bare, arguments.steps, device)
         settings = task.settings
         train(task, settings.optim, settings.run, settings_to_json(settings))

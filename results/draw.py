@@ -15,9 +15,9 @@ from statistics import fmean
 
 from matplotlib.axes import Axes
 
+from softfree.analysis import attention_cost
 from softfree.analysis.attention_cost import Cost
-from softfree.commands import _benchmark_plot
-from softfree.commands._common import new_figure, save_figure
+from softfree.analysis.plots import new_figure, save_figure
 
 RESULTS = Path(__file__).parent
 FIRST, SECOND = "2026-11-15_nvidia-h200", "2026-11-16_nvidia-h200"
@@ -181,7 +181,7 @@ def draw_times() -> None:
         f"Attention, {one.dim} channels a head, {one.landmarks} landmarks, {one.dtype}\n"
         f"{measured(rows)}"
     )
-    figure = _benchmark_plot.draw(costs, title)
+    figure = attention_cost.draw_times(costs, title)
     save_figure(figure, RESULTS / f"{FIRST}_attention_bfloat16.png", "figure")
 
 

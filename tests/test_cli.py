@@ -16,10 +16,13 @@ COMMANDS_FOLDER = Path(softfree.__file__).parent / "commands"
 
 
 def command_files() -> dict[str, Path]:
+    """The file or the package of each command; those of what they share have no ``main``."""
+    files = [*COMMANDS_FOLDER.glob("*.py"), *COMMANDS_FOLDER.glob("*/__init__.py")]
+    found = {path.stem if path.name != "__init__.py" else path.parent.name: path for path in files}
     return {
-        path.stem.replace("_", "-"): path
-        for path in COMMANDS_FOLDER.glob("*.py")
-        if path.stem[0] != "_"
+        name.replace("_", "-"): path
+        for name, path in found.items()
+        if "def main(" in path.read_text()
     }
 
 

@@ -1,26 +1,26 @@
 """What attention costs: time, memory and the share of the memory's speed, once it is known to be right."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from softfree.analysis.measure import (
-    peak_extra_memory,
-    time_call,
-    time_graph,
-    time_in_turn,
-    time_queued,
-)
+from softfree.analysis.measure import Work, measure, relate, time_call, time_in_turn
+from softfree.analysis.plots import LABELS, Line, draw_against_tokens
+from softfree.layers import ATTENTIONS, create_attention
 from softfree.layers.factory import SETTINGS
 from softfree.ops import soft_attention
 
 # Softpp first, as the tables have it.
 OURS = {name: SETTINGS[name] for name in ("softpp", "soft")}
-ATTENTIONS = (*OURS, "softmax")
+OPERATORS = (*OURS, "softmax")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Of the norm of the result and of each gradient; half precision rounds inputs, results and products.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}
@@ -28,8 +28,17 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}
 MAX_CHECKED = 2**22
 SLOWEST = 3.0
 BACKWARD_FACTOR = 3.5
-# Above this many seconds a call on a GPU costs the host nothing, and a graph would replay it for long.
-LONG = 0.1
+# Softmax attention as it is written down, with its n x n matrix; torch's fused one has none.
+UNFUSED = "softmax-unfused"
+LAYERS = (*ATTENTIONS, UNFUSED)
+# Tokens of the papers' Fig. 1b, and how many landmarks or slots layers have at each of them.
+UNIT = 784
+LENGTHS = tuple(UNIT * p for p in range(1, 9))
+LANDMARKS = 49
+STYLES = {
+    "forward_ms": ("forward", "o-"),
+    "forward_backward_ms": ("forward + backward", "s--"),
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,12 @@ class Cost:
     @property
     def name(self) -> str:
         return self.attention if self.attention == "softmax" else f"{self.attention} {self.backend}"
+
+    @property
+    def label(self) -> str:
+        """The attention in words, for a legend; with its backend, unless that was left open."""
+        backend = "" if self.name == "softmax" or self.backend == "auto" else f" ({self.backend})"
+        return LABELS[self.attention] + backend
 
     @property
     def faulty(self) -> bool:
@@ -167,7 +182,7 @@ def measure_costs(
 
     Args:
         shapes: problem sizes.
-        attentions: names among ``ATTENTIONS``.
+        attentions: names among ``OPERATORS``.
         backends: of the operator, each for each of our attentions.
         dtype: a name among ``DTYPES``.
         device: where to run.
@@ -250,7 +265,7 @@ def _time(
 ) -> None:
     """Fill in time and memory of the costs that may be timed."""
     prefix = "forward_backward" if backward else "forward"
-    runnable: list[tuple[Cost, Callable[[], object], float]] = []
+    on_host: list[tuple[Cost, Callable[[], object]]] = []
     for cost in costs:
         if cost.faulty or cost.note == "out of memory":
             continue
@@ -259,40 +274,136 @@ def _time(
             cost.note = f"skipped: one call would take about {expected:.0f} s"
             continue
         call = _call(cost, inputs, backward)
-        try:
-            # First of all: where memory runs out, it does so here.
-            held = peak_extra_memory(call, device)
-        except torch.OutOfMemoryError:
-            cost.note = "out of memory"
-            continue
-        setattr(cost, f"{prefix}_extra_mib", held / 2**20)
-        runnable.append((cost, call, expected))
-    if device.type != "cuda":
-        calls = [call for _, call, _ in runnable]
-        medians = time_in_turn(calls, seconds * len(calls)) if calls else []
-        for (cost, _, _), median in zip(runnable, medians, strict=True):
+        # On a CPU what else the machine does must meet all of them: their turns come below.
+        alone = seconds if device.type == "cuda" else 0.0
+        found = measure(partial(Work, call), device, seconds=alone, cuda_graph=None)
+        cost.note = found.note or cost.note
+        cost.timer = found.timer or cost.timer
+        for figure, value, unit in (
+            ("extra_mib", found.extra_bytes, 2**-20),
+            ("ms", found.seconds, 1e3),
+            ("eager_ms", found.eager_seconds, 1e3),
+        ):
+            if value is not None:
+                setattr(cost, f"{prefix}_{figure}", value * unit)
+        if not alone and not found.note:
+            on_host.append((cost, call))
+    if on_host:
+        medians = time_in_turn([call for _, call in on_host], seconds * len(on_host))
+        for (cost, _), median in zip(on_host, medians, strict=True):
             setattr(cost, f"{prefix}_ms", 1e3 * median)
             cost.timer = "host"
-        return
-    for cost, call, expected in runnable:
-        slow = expected > LONG
-        eager = time_queued(
-            call, device, min_repeats=1 if slow else 20, budget=0.0 if slow else seconds
-        ).median
-        graph = None if slow else time_graph(call, budget=seconds)
-        setattr(cost, f"{prefix}_eager_ms", 1e3 * eager)
-        setattr(cost, f"{prefix}_ms", 1e3 * (eager if graph is None else graph))
-        cost.timer = "events" if graph is None else "CUDA graph"
 
 
 def _relate(costs: Sequence[Cost]) -> None:
     """Fill in the ratios to softmax attention and the share of the memory floor."""
     softmax = next((cost for cost in costs if cost.attention == "softmax"), None)
+    passes = ("forward", "forward_backward")
+    ratios = {f"{each}_ms": f"{each}_times_faster_than_softmax" for each in passes}
+    relate(costs, softmax, ratios, lower_is_better=True)
     for cost in costs:
         if cost.forward_ms is not None and cost.memory_floor_ms is not None:
             cost.share_of_floor = cost.memory_floor_ms / cost.forward_ms
-        for prefix in ("forward", "forward_backward"):
-            own = getattr(cost, f"{prefix}_ms")
-            other = getattr(softmax, f"{prefix}_ms", None)
-            if own is not None and other is not None:
-                setattr(cost, f"{prefix}_times_faster_than_softmax", other / own)
+
+
+def time_curves(costs: Sequence[Cost], figure: str) -> dict[str, list[tuple[int, float]]]:
+    """By attention, tokens and milliseconds, ascending; per head where shapes differ in their heads."""
+    per_head = len({cost.batch_heads for cost in costs}) > 1
+    found: dict[str, list[tuple[int, float]]] = {}
+    for cost in sorted(costs, key=lambda cost: cost.tokens):
+        ms = getattr(cost, figure)
+        if ms is not None:
+            value = ms / cost.batch_heads if per_head else ms
+            found.setdefault(cost.name, []).append((cost.tokens, value))
+    return found
+
+
+def draw_times(costs: Sequence[Cost], title: str) -> Any:
+    """Time against tokens, both axes logarithmic, a colour for each attention."""
+    words = {cost.name: cost.label for cost in costs}
+    names = list(words)
+    lines = [
+        Line(f"{words[name]}, {what}", points, f"C{names.index(name) % 10}", style)
+        for figure, (what, style) in STYLES.items()
+        for name, points in time_curves(costs, figure).items()
+    ]
+    heads = sorted({cost.batch_heads for cost in costs})
+    unit = "ms for each head" if len(heads) > 1 else f"ms for {heads[0]} heads"
+    return draw_against_tokens(lines, unit, title, xscale="log")
+
+
+@dataclass
+class LayerMemory:
+    """What a layer holds at most beyond its weights and its input; None where memory ran out."""
+
+    attention: str
+    tokens: int
+    batch_size: int
+    dim: int
+    heads: int
+    dtype: str
+    forward_mib: float | None = None
+    forward_backward_mib: float | None = None
+    note: str = ""
+
+
+def measure_layer_memory(row: LayerMemory, device: torch.device) -> LayerMemory:
+    """Fill in the figures of one attention, a name among ``LAYERS``, at one length."""
+    unfused = row.attention == UNFUSED
+
+    def prepare(step_of: Callable[[nn.Module, Tensor], Callable[[], object]]) -> Work:
+        torch.manual_seed(0)
+        layer = create_attention(
+            "softmax" if unfused else row.attention,
+            row.dim,
+            row.heads,
+            sequence=True,
+            grid=row.tokens,
+            landmarks=f"average:{LANDMARKS}",
+            stride=UNIT // LANDMARKS,
+            slots=LANDMARKS,
+        ).to(device, DTYPES[row.dtype])
+        shape = (row.batch_size, row.tokens, row.dim)
+        x = torch.randn(shape, device=device).to(DTYPES[row.dtype]).requires_grad_()
+        return Work(step_of(layer, x))
+
+    with sdpa_kernel(SDPBackend.MATH) if unfused else contextlib.nullcontext():
+        for figure, step_of in {
+            "forward_mib": _forward,
+            "forward_backward_mib": _forward_backward,
+        }.items():
+            found = measure(partial(prepare, step_of), device, seconds=0)
+            row.note = found.note or row.note
+            if found.extra_bytes is not None:
+                setattr(row, figure, found.extra_bytes / 2**20)
+    return row
+
+
+def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+    return torch.no_grad()(lambda: layer(x))
+
+
+def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+    def step() -> None:
+        layer(x).sum().backward()
+        # Gone before the next call, which would otherwise add to them.
+        layer.zero_grad()
+        x.grad = None
+
+    return step
+
+
+def draw_memory(rows: Sequence[LayerMemory], title: str) -> Any:
+    """Memory against tokens, a curve for each attention."""
+    lines = []
+    for name in dict.fromkeys(row.attention for row in rows):
+        points = [
+            (row.tokens, row.forward_backward_mib)
+            for row in rows
+            if row.attention == name and row.forward_backward_mib is not None
+        ]
+        if points:
+            # SOFT and SOFT++ hold the same: both must be seen.
+            style = "o--" if name == "softpp" else "o-"
+            lines.append(Line(LABELS[name], points, f"C{LAYERS.index(name)}", style))
+    return draw_against_tokens(lines, "MiB, forward and backward", title)

@@ -1,11 +1,14 @@
 """How fast the Newton iteration of a model's layers converges on images (Fig. 5 of the papers)."""
 
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from softfree.analysis.capture import capture_attention
+from softfree.analysis.capture import CONVERGED, capture_attention
+from softfree.analysis.plots import new_figure
 
 
 def residual_curves(model: nn.Module, images: Iterable[Tensor], steps: int) -> dict[int, Tensor]:
@@ -26,3 +29,31 @@ def residual_curves(model: nn.Module, images: Iterable[Tensor], steps: int) -> d
     if not curves:
         raise ValueError("the model has no softmax-free layer, and so no Newton iteration")
     return {stage: torch.cat(found) for stage, found in sorted(curves.items())}
+
+
+def draw_convergence(curves: dict[int, Tensor], taken: set[int], title: str) -> Any:
+    """Residual against step, a panel a stage."""
+    figure = new_figure(2.6 * len(curves) + 0.8, 4)
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for index, (axes, (stage, found)) in enumerate(zip(panels, curves.items(), strict=True)):
+        values = found.clamp(min=1e-16).numpy()
+        steps = np.arange(values.shape[1])
+        axes.plot(steps, values.mean(0), f"C{index}-")
+        axes.fill_between(
+            steps, values.min(0), values.max(0), color=f"C{index}", alpha=0.2, linewidth=0
+        )
+        axes.axhline(CONVERGED, color="black", linestyle=":", linewidth=1)
+        for steps_taken in sorted(taken):
+            axes.axvline(steps_taken, color="black", linestyle="--", linewidth=1)
+        axes.set(yscale="log", ylim=(1e-9, 2), xlim=(0, steps[-1]), xlabel="Newton steps k")
+        axes.set_title(f"stage {stage}", fontsize=9)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(r"residual  $\|A Y_k A - A\|_2\ /\ \|A\|_2$")
+    figure.suptitle(f"Convergence of the Newton iteration: {title}", fontsize=10)
+    model = ", ".join(map(str, sorted(taken)))
+    figure.supxlabel(
+        "line: mean; band: least to greatest of all images, blocks and heads; "
+        f"dotted: converged; dashed: the steps that the model takes ({model})",
+        fontsize=8,
+    )
+    return figure

@@ -1,18 +1,24 @@
-"""Time and memory of a call, measured on the device it runs on."""
+"""Time and memory of a call, measured on the device it runs on. :func:`measure` is what the tables are made of."""
 
+import gc
 import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 TURN = 0.1
+REPLAY = 1e-3  # seconds of a CUDA graph
+MOST_IN_GRAPH = 100
+MOST_REPEATS = 1000
+# Above this many seconds a call on a GPU costs the host nothing, and a graph would replay it for long.
+LONG = 0.1
 
 
 class Timing(NamedTuple):
@@ -21,6 +27,125 @@ class Timing(NamedTuple):
     median: float
     repeats: int
     fastest: float
+
+
+class Work(NamedTuple):
+    """What to measure, and the bytes that are held between its calls: weights, inputs, an optimizer's state."""
+
+    call: Callable[[], object]
+    held: Callable[[], int] = lambda: 0
+
+
+class Measured(NamedTuple):
+    """What :func:`measure` found; None where it was not measured, and ``note`` says why.
+
+    Attributes:
+        seconds: median of a call, as ``timer`` says: "host", "events" (in the GPU's queue) or "CUDA graph".
+        eager_seconds: of a call on a GPU, begun from Python; where both were asked for.
+        extra_bytes: most that a call held at once beyond what was there before, its result included.
+        held_bytes: what is there between calls.
+    """
+
+    seconds: float | None = None
+    eager_seconds: float | None = None
+    extra_bytes: int | None = None
+    held_bytes: int | None = None
+    timer: str = ""
+    note: str = ""
+
+    def per_second(self, count: int) -> float | None:
+        """Things a second, ``count`` of which are in a call."""
+        return None if self.seconds is None else count / self.seconds
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most that was held at once."""
+        return None if self.extra_bytes is None else self.extra_bytes + (self.held_bytes or 0)
+
+
+def measure(
+    prepare: Callable[[], Work],
+    device: torch.device | str = "cpu",
+    *,
+    seconds: float = 1.0,
+    cuda_graph: bool | None = False,
+) -> Measured:
+    """Memory and time of a call after a warm-up. Where memory runs out, at any point, a note says so.
+
+    Args:
+        prepare: builds the work, such as a model on the device and a step of its training.
+        device: where it computes.
+        seconds: for the timing; 0: memory alone.
+        cuda_graph: time it as a CUDA graph; None: both ways, and from Python alone if it can't be captured
+            or takes more than ``LONG``.
+
+    Example:
+        >>> found = measure(lambda: Work(lambda: torch.zeros(1000)), seconds=0.01)
+        >>> found.extra_bytes, found.timer, found.seconds > 0
+        (4000, 'host', True)
+    """
+    device = torch.device(device)
+    try:
+        call, held = prepare()
+        call()
+        extra = peak_extra_memory(call, device)
+        found = Measured(extra_bytes=extra, held_bytes=held())
+        return found if not seconds else _timed(found, call, device, seconds, cuda_graph)
+    except torch.OutOfMemoryError:
+        return Measured(note="out of memory")
+    finally:
+        call = held = None  # type: ignore[assignment]
+        if device.type == "cuda":
+            release(device)
+
+
+def _timed(
+    found: Measured,
+    call: Callable[[], object],
+    device: torch.device,
+    seconds: float,
+    cuda_graph: bool | None,
+) -> Measured:
+    limits: Any = {"max_repeats": MOST_REPEATS, "budget": seconds}
+    if device.type != "cuda":
+        return found._replace(seconds=time_call(call, **limits).median, timer="host")
+    if cuda_graph:
+        graph = time_graph(call, device, **limits).median
+        return found._replace(seconds=graph, timer="CUDA graph")
+    eager = time_queued(call, device, **limits).median
+    if cuda_graph is None:
+        found = found._replace(eager_seconds=eager)
+        if eager <= LONG:
+            try:
+                graph = time_graph(call, device, **limits).median
+                return found._replace(seconds=graph, timer="CUDA graph")
+            except RuntimeError as error:
+                if "captur" not in str(error):
+                    raise
+    return found._replace(seconds=eager, timer="events")
+
+
+def relate(
+    rows: Sequence[Any], base: Any, ratios: Mapping[str, str], *, lower_is_better: bool = False
+) -> None:
+    """Fill in how many times better than the row ``base`` (None: there is none) each row is.
+
+    Args:
+        ratios: by the field that is compared, the field for the ratio.
+        lower_is_better: of times, for example.
+    """
+    for row in rows:
+        for field, ratio in ratios.items():
+            own, other = getattr(row, field), getattr(base, field, None)
+            if own is not None and other is not None:
+                setattr(row, ratio, other / own if lower_is_better else own / other)
+
+
+def release(device: torch.device | str) -> None:
+    """Give back the memory of what is no longer used, so that what is measured next has all of it."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def time_call(
@@ -108,30 +233,28 @@ def time_queued(
     return Timing(statistics.median(times), repeats, min(times))
 
 
-def time_graph(call: Callable[[], object], *, budget: float = 1.0) -> float | None:
-    """Median seconds of ``call`` in a CUDA graph, so without the host's part.
+def time_graph(
+    call: Callable[[], object],
+    device: torch.device | str = "cuda",
+    *,
+    max_repeats: int = 200,
+    budget: float = 1.0,
+) -> Timing:
+    """Seconds of ``call`` in a CUDA graph, so without the host's part; caches are not flushed between calls.
 
-    None where Triton, whose timer this is, is missing, or where the call can't be captured. Caches are
-    not flushed between calls.
+    A graph of one short call would be begun more slowly than it ends, so it holds as many as fill ``REPLAY``.
     """
-    try:
-        from triton.testing import do_bench_cudagraph
-    except ImportError:
-        return None
-    # Triton replays a graph of `rep` milliseconds ten times.
-    rep = max(1, round(1e3 * budget / 10))
-    try:
-        return 1e-3 * do_bench_cudagraph(call, rep=rep, return_mode="median")
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        if "captur" not in str(error):
-            raise
-        return None
+    replay = capture_graph(call)
+    first = time_queued(replay, device, max_repeats=3, budget=0.0)
+    calls = min(max(1, round(REPLAY / max(first.median, 1e-6))), MOST_IN_GRAPH)
+    if calls > 1:
+        replay = capture_graph(call, calls)
+    timing = time_queued(replay, device, max_repeats=max_repeats, budget=budget)
+    return Timing(timing.median / calls, timing.repeats * calls, timing.fastest / calls)
 
 
-def capture_graph(call: Callable[[], object]) -> Callable[[], object]:
-    """``call`` as a CUDA graph: the same work on the GPU, begun by the host in one go.
+def capture_graph(call: Callable[[], object], calls: int = 1) -> Callable[[], object]:
+    """``calls`` times ``call`` as a CUDA graph: the same work on the GPU, begun by the host in one go.
 
     What it reads and writes must stay where it is, and it may not ask the GPU for a number.
     """
@@ -144,7 +267,8 @@ def capture_graph(call: Callable[[], object]) -> Callable[[], object]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for _ in range(calls):
+            call()
     return graph.replay
 
 

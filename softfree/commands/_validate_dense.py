@@ -12,7 +12,7 @@ from rich.markup import escape
 from torch.utils.data import DataLoader, Dataset
 
 from softfree.analysis import describe_environment
-from softfree.commands._common import check_output, check_positive, make_table, save_rows
+from softfree.commands.common import check_output, check_positive, make_table, save_rows
 from softfree.training import checkpoint as checkpoints
 from softfree.training.coco_metrics import FIGURES
 from softfree.training.devices import AmpDtype, autocast, to_device

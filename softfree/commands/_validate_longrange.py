@@ -6,7 +6,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from softfree.commands._common import check_positive
+from softfree.commands.common import check_positive
 from softfree.training.checkpoint import SETTINGS, check_task, locate, read_metadata
 from softfree.training.devices import AmpDtype
 from softfree.training.distributed import join_processes

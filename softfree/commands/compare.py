@@ -6,39 +6,31 @@ goes on where it was stopped (exit code 75), and only measures what is trained.
 """
 
 import dataclasses
-import gc
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import tyro
-from rich.console import Console
 from torch import Tensor, nn
 
-from softfree.analysis import (
-    count_macs,
-    count_parameters,
-    describe_environment,
-    peak_extra_memory,
-    time_queued,
-)
-from softfree.commands._benchmark_memory import LABELS
-from softfree.commands._benchmark_throughput import draw_bars
-from softfree.commands._common import (
+from softfree.analysis import count_macs, count_parameters
+from softfree.analysis.measure import Work, measure, relate
+from softfree.analysis.model_speed import training_step
+from softfree.analysis.plots import LABELS, draw_bars
+from softfree.commands.common import (
+    NOTHING,
+    Columns,
     check_choices,
     check_figure,
     check_output,
     check_positive,
-    digits,
-    heading,
-    make_table,
+    field,
     progress,
-    save_figure,
-    save_rows,
+    publish,
 )
 from softfree.commands.train import report
 from softfree.data.longrange import TASKS, LongRangeData
@@ -76,7 +68,7 @@ PAPER = {
 }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class CompareSettings:
     """Settings of `softfree compare`."""
 
@@ -97,7 +89,7 @@ class CompareSettings:
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
-@dataclass
+@dataclasses.dataclass
 class Comparison:
     """One attention's figures; None where not measured, and ``note`` says why."""
 
@@ -151,8 +143,10 @@ def main(argv: Sequence[str]) -> int:
     with progress() as say:
         for row in rows:
             say(f"{row.attention}: measuring")
-            measure(row, settings_for(settings, row.attention), device, settings.seconds)
-    relate(rows)
+            measure_encoder(row, settings_for(settings, row.attention), device, settings.seconds)
+    softmax = next((row for row in rows if row.attention == "softmax"), None)
+    kinds = ("train", "infer")
+    relate(rows, softmax, {f"{k}_samples_per_s": f"{k}_ratio_to_softmax" for k in kinds})
     write(rows, settings, device)
     return 0
 
@@ -217,7 +211,7 @@ class _OneSample(nn.Module):
         return self.model(torch.ones(self.shape, dtype=torch.long, device=image.device))
 
 
-def measure(
+def measure_encoder(
     row: Comparison, settings: LongRangeSettings, device: torch.device, seconds: float
 ) -> None:
     """Fill in size, work, speed and memory at the task's full length; weights do not matter to them."""
@@ -230,98 +224,79 @@ def measure(
     model.to(device)
     batch = settings.optim.batch_size
     tokens = torch.randint(1, task.vocab_size, (batch, *shape), device=device)
-    for kind, step in steps(model, tokens, settings.optim).items():
-        model.train(kind == "train")
-        try:
-            step()
-            setattr(row, f"{kind}_peak_mib", peak_extra_memory(step, device) / 2**20)
-            timing = time_queued(step, device, budget=seconds)
-            setattr(row, f"{kind}_samples_per_s", batch / timing.median)
-        except torch.OutOfMemoryError:
-            row.note = "; ".join(filter(None, (row.note, f"{kind}: out of memory")))
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    for kind in ("train", "infer"):
+        prepare = partial(prepare_step, model.train(kind == "train"), tokens, settings.optim)
+        found = measure(prepare, device, seconds=seconds)
+        setattr(row, f"{kind}_samples_per_s", found.per_second(batch))
+        if found.extra_bytes is not None:
+            setattr(row, f"{kind}_peak_mib", found.extra_bytes / 2**20)
+        else:
+            row.note = "; ".join(filter(None, (row.note, f"{kind}: {found.note}")))
 
 
-def steps(
-    model: nn.Module, tokens: Tensor, optim: OptimSettings
-) -> dict[str, Callable[[], object]]:
-    """A step of training (forward, cross-entropy, backward, AdamW) and one of inference."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+def prepare_step(model: nn.Module, tokens: Tensor, optim: OptimSettings) -> Work:
+    """A step of training (forward, cross-entropy, backward, AdamW), or of inference in evaluation mode."""
     labels = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
 
-    def run() -> Tensor:
+    def loss() -> Tensor:
+        return F.cross_entropy(model(tokens), labels)
+
+    @torch.inference_mode()
+    def infer() -> None:
         with autocast(optim.amp_dtype, tokens.device):
-            return F.cross_entropy(model(tokens), labels)
+            loss()
 
-    def train() -> None:
-        run().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return {"train": train, "infer": torch.inference_mode()(run)}
+    if not model.training:
+        return Work(infer)
+    return training_step(model, loss, optim.amp_dtype, tokens.device)
 
 
-def relate(rows: Sequence[Comparison]) -> None:
-    """Fill in the ratios to softmax attention, if it is there."""
-    softmax = next((row for row in rows if row.attention == "softmax"), None)
-    for row in rows:
-        for kind in ("train", "infer"):
-            own = getattr(row, f"{kind}_samples_per_s")
-            other = getattr(softmax, f"{kind}_samples_per_s", None)
-            if own is not None and other is not None:
-                setattr(row, f"{kind}_ratio_to_softmax", own / other)
+COLUMNS: Columns = {
+    "attention": lambda row: row.attention,
+    "test\n%": lambda row: percentage(row.test_accuracy),
+    "paper\n%": lambda row: percentage(row.paper_accuracy),
+    "params\nM": field("parameters", 1e-6),
+    "GMACs": field("macs", 1e-9),
+    "train\n1/s": field("train_samples_per_s"),
+    "train\nratio": field("train_ratio_to_softmax"),
+    "train\nMiB": field("train_peak_mib"),
+    "infer\n1/s": field("infer_samples_per_s"),
+    "infer\nratio": field("infer_ratio_to_softmax"),
+}
+
+
+def percentage(accuracy: float | None) -> str:
+    """An accuracy as the papers print it; a dash for None."""
+    return NOTHING if accuracy is None else f"{accuracy:.2f}"
 
 
 def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.device) -> None:
     """The table, and what else was asked for."""
-    console = Console(highlight=False)
-    measured_in = describe_environment(device)
     task, optim = TASKS[settings.data.task], settings.optim
-    title = f"{task.name}: {task.length:,} tokens, batch {optim.batch_size}, {optim.steps:,} steps"
-    heading(console, title, measured_in, threads=device.type == "cpu")
-    titles = ["attention", "test\n%", "paper\n%", "params\nM", "GMACs", "train\n1/s", "ratio"]
-    table = make_table([*titles, "MiB", "infer\n1/s", "ratio"])
-    for row in rows:
-        accuracies = (row.test_accuracy, row.paper_accuracy)
-        table.add_row(
-            row.attention,
-            *("-" if value is None else f"{value:.2f}" for value in accuracies),
-            digits(row.parameters, 1e-6),
-            digits(row.macs, 1e-9),
-            digits(row.train_samples_per_s),
-            digits(row.train_ratio_to_softmax),
-            digits(row.train_peak_mib),
-            digits(row.infer_samples_per_s),
-            digits(row.infer_ratio_to_softmax),
-        )
-    console.print(table)
-    for row in rows:
-        if row.note:
-            console.print(f"{row.attention}: {row.note}", style="yellow")
-    console.print(
-        "test: accuracy at the step that was best on dev; paper: Table 12.\n"
-        "1/s: samples a second, of full length; ratio: to softmax.\n"
-        "MiB: the most that a training step held beyond weights and input.\n"
-        "GMACs: billions of multiply-adds for one sample.",
-        style="dim",
-    )
     extra: dict[str, Any] = {
         "batch_size": optim.batch_size,
         "seed": settings.run.seed,
         "attention_options": " ".join(settings.model.attention_options),
     }
-    save_rows(settings.csv, [{**dataclasses.asdict(row), **extra} for row in rows], measured_in)
-    if settings.plot is not None:
-        panels = {
-            "test accuracy, %": {
-                "here": [row.test_accuracy for row in rows],
-                "papers": [row.paper_accuracy for row in rows],
-            },
-            "training, samples a second": {"here": [row.train_samples_per_s for row in rows]},
-            "training, MiB": {"here": [row.train_peak_mib for row in rows]},
-        }
-        names = [LABELS[row.attention] for row in rows]
-        words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
-        save_figure(draw_bars(names, panels, words), settings.plot, "plot")
+    panels = {
+        "test accuracy, %": {
+            "here": [row.test_accuracy for row in rows],
+            "papers": [row.paper_accuracy for row in rows],
+        },
+        "training, samples a second": {"here": [row.train_samples_per_s for row in rows]},
+        "training, MiB": {"here": [row.train_peak_mib for row in rows]},
+    }
+    publish(
+        f"{task.name}: {task.length:,} tokens, batch {optim.batch_size}, {optim.steps:,} steps",
+        rows,
+        COLUMNS,
+        "test: accuracy at the step that was best on dev; paper: Table 12.\n"
+        "1/s: samples a second, of full length; ratio: to softmax.\n"
+        "MiB: the most that a training step held beyond weights and input.\n"
+        "GMACs: billions of multiply-adds for one sample.",
+        device,
+        records=[{**dataclasses.asdict(row), **extra} for row in rows],
+        csv=settings.csv,
+        plot=settings.plot,
+        draw=lambda title: draw_bars([LABELS[row.attention] for row in rows], panels, title),
+    )

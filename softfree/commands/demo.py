@@ -18,7 +18,8 @@ from rich.table import Table
 import softfree
 from softfree.analysis import count_macs, count_parameters, peak_extra_memory, time_call
 from softfree.analysis.measure import synchronize
-from softfree.commands._figure_common import Photo, load_photo
+from softfree.analysis.pictures import load_photo
+from softfree.commands.common import Photo
 from softfree.models.checks import check_model_name
 from softfree.training.devices import choose_device
 

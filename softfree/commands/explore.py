@@ -12,9 +12,9 @@ from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 
-from softfree.commands._figure_common import Repeated, Subject
-from softfree.commands._figure_heatmap import load_subjects
-from softfree.commands._picture import landscape
+from softfree.analysis.pictures import landscape
+from softfree.analysis.subject import Subject, load_subjects
+from softfree.commands.common import Repeated
 from softfree.data.shapes import draw_shapes
 from softfree.training.devices import choose_device
 
@@ -56,7 +56,7 @@ def explore(
     listening = listen(host, port)
     # A moved query costs a few small products, which threads make slower, above all on busy cores.
     torch.set_num_threads(1)
-    subjects = load_subjects(checkpoint, model, (), where)
+    subjects = load_subjects(checkpoint, model, device=where)
     check_images(subjects, checkpoint)
     server = uvicorn.Server(
         uvicorn.Config(create_app(subjects, samples(subjects), host), log_level="warning")

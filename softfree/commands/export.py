@@ -13,11 +13,11 @@ import tyro
 from rich.console import Console
 from torch import nn
 
-from softfree.commands._common import check_output
-from softfree.commands._figure_common import check_img_size, load_subject
+from softfree.analysis.subject import load_subject
+from softfree.commands.common import check_img_size, check_output
 from softfree.commands.demo import working
 from softfree.models.export import (
-    NARROWEST,
+    SMALLEST_FREE,
     TOLERANCE,
     ExportError,
     check_shapes,
@@ -99,9 +99,9 @@ def export(
         soft_wrap=True,
         markup=False,
     )
-    if side < NARROWEST:
+    if side < SMALLEST_FREE:
         console.print(
-            f"It takes images of {side} x {side} pixels alone: below {NARROWEST} sizes are fixed."
+            f"It takes images of {side} x {side} pixels alone: below {SMALLEST_FREE} sizes are fixed."
         )
     return 0
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from softfree.analysis.capture import CONVERGED, MOST_STEPS, SoftLayer, capture_attention
-from softfree.commands._common import NOTHING, make_table
-from softfree.commands._figure_common import Photo, check_img_size, load_photo, load_subject, look
+from softfree.analysis.pictures import load_photo
+from softfree.analysis.subject import load_subject
+from softfree.commands.common import NOTHING, Photo, check_img_size, make_table
 from softfree.training.devices import choose_device
 
 # Beyond this condition float32 leaves the smallest eigenvalues about one digit.
@@ -49,7 +50,7 @@ def inspect(
     where = choose_device(device)
     picture = load_photo(photo)
     subject = load_subject(checkpoint, model, where)
-    seen = look(picture, subject, img_size)
+    seen = subject.look(picture, img_size)
     rows = examine(subject.model, seen.pixels)
     if as_json:
         print(json.dumps(rows, indent=2))

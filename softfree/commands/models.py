@@ -14,8 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from softfree.analysis import count_macs, count_parameters
-from softfree.commands._common import NARROWEST
-from softfree.models.checks import check_at_least
+from softfree.commands.common import check_img_size
 from softfree.models.registry import is_ours
 
 
@@ -80,7 +79,7 @@ def list_models(
         as_json: print JSON, for programs.
     """
     names = matching_names(pattern)
-    check_at_least(NARROWEST, **{"--img-size": img_size})
+    check_img_size(img_size)
     errors = Console(stderr=True)
     rows = [
         describe(name, img_size)

@@ -22,7 +22,7 @@ from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from softfree.commands._common import check_output, check_positive, make_table
+from softfree.commands.common import check_output, check_positive, make_table
 from softfree.data.images import EXTENSIONS, ImageFiles, Unreadable, image_files, open_image
 from softfree.models.export import load_onnx
 from softfree.models.metadata import PICTURES, check_fields
@@ -118,7 +118,7 @@ class Classifier:
         return f"[bold]{escape(best['label'])}[/]", f"{best['probability']:.1%}", then
 
     def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
-        from softfree.commands._drawing import draw_classes
+        from softfree.analysis.predictions import draw_classes
 
         predictions = result["predictions"]
         draw_classes(

@@ -14,8 +14,8 @@ from rich.markup import escape
 from torch import Tensor
 
 from softfree.analysis.capture import capture_attention
+from softfree.analysis.predictions import COLUMNS, ROWS, HeatMap, Sample, draw_quickstart
 from softfree.commands import train, validate
-from softfree.commands._drawing import COLUMNS, ROWS, HeatMap, Sample, draw_quickstart
 from softfree.data import load_images
 from softfree.training.classification import Normalize, eval_transform, load_classifier
 from softfree.training.devices import choose_device

@@ -14,8 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from softfree.analysis import describe_environment
-from softfree.commands._common import check_output, check_positive, make_table, save_rows
-from softfree.commands._subcommands import run_subcommand
 from softfree.commands._validate_dense import (
     check_classes,
     data_settings,
@@ -24,6 +22,13 @@ from softfree.commands._validate_dense import (
     show,
 )
 from softfree.commands._validate_longrange import longrange
+from softfree.commands.common import (
+    check_output,
+    check_positive,
+    make_table,
+    run_subcommand,
+    save_rows,
+)
 from softfree.data.images import Batch, ImageDataset, collate_images, load_images
 from softfree.data.resident import ResidentImages
 from softfree.training import checkpoint

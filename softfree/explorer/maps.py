@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from softfree.analysis.capture import (
     AttentionCapture,
@@ -19,12 +19,9 @@ from softfree.analysis.capture import (
     SoftLayer,
     capture_attention,
 )
-from softfree.analysis.pictures import view
+from softfree.analysis.subject import Subject
 from softfree.data.images import open_image
 from softfree.ops.attention.reference import gaussian_kernel
-
-# A title, a network, and what its images want: img_size, mean, std; task and class_names if it has any.
-Subject = tuple[str, nn.Module, dict[str, Any]]
 
 # Three ways to attend with the queries of one softmax-free layer.
 VARIANTS = ("SOFT", "SOFT++", "softmax")
@@ -100,7 +97,7 @@ class Explorer:
         with self._computing:
             captured = self._capture(model, photo, size)
             layers = [_describe_layer(layer) for layer in captured.layers if layer.size]
-            metadata = self.subjects[model][2]
+            metadata = self.subjects[model].metadata
             return {"layers": layers, "top": top_classes(captured.output, metadata)}
 
     def convergence(self, place: Place) -> dict[str, Any]:
@@ -139,9 +136,8 @@ class Explorer:
             return torch.cat([soft.unflatten(2, softmax.shape[2:]), softmax.double()]).cpu()
 
     def _run(self, model: int, photo: str, size: int) -> AttentionCapture:
-        _, network, metadata = self.subjects[model]
-        pixels = view(self.photo(photo), size, metadata).pixels
-        return capture_attention(network, pixels)
+        subject = self.subjects[model]
+        return capture_attention(subject.model, subject.look(self.photo(photo), size).pixels)
 
     def _evaluate_kernel(self, place: Place) -> Tensor:
         """kappa(Q, L), (heads, tokens, m), float64; also kappa(K, L), since the keys are the queries."""

@@ -18,8 +18,9 @@ from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from PIL import Image
 
+from softfree.analysis.subject import Subject
 from softfree.data.images import MAX_PIXELS, UnreadableImageError
-from softfree.explorer.maps import MOST_STEPS, SIZES, Explorer, Place, Subject, pack
+from softfree.explorer.maps import MOST_STEPS, SIZES, Explorer, Place, pack
 
 PAGE = Path(__file__).parent / "page"
 MAX_BYTES = 25 * 2**20
@@ -84,12 +85,13 @@ def create_app(
     def setup() -> dict[str, Any]:
         models = [
             {
-                "title": title,
-                "own_size": metadata["img_size"],
-                "sizes": sorted({*SIZES, min(metadata["img_size"], SIZES[-1])}),
-                "trained": "class_names" in metadata or metadata.get("task") != "classification",
+                "title": subject.title,
+                "own_size": subject.metadata["img_size"],
+                "sizes": sorted({*SIZES, min(subject.metadata["img_size"], SIZES[-1])}),
+                "trained": "class_names" in subject.metadata
+                or subject.metadata.get("task") != "classification",
             }
-            for title, _, metadata in subjects
+            for subject in subjects
         ]
         photos = [{"id": key, "name": name} for key, name in explorer.sample_names.items()]
         limits = {"bytes": MAX_BYTES, "pixels": MAX_PIXELS, "steps": MOST_STEPS}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import timm
 
+SMALLEST_IMAGE = 32  # side of the smallest images that a pyramid takes
+
 
 def check_at_least(least: float, **arguments: float) -> None:
     """Refuse lower values: ``check_at_least(1, width=width)``; flags go in as ``**{"--width": width}``."""

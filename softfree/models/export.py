@@ -27,7 +27,7 @@ from softfree.layers.pooling import averaging_matrix
 from softfree.models.metadata import check_fields
 
 # Below it the last map of a pyramid has a side of 1, and exporters take a 1 for a constant.
-NARROWEST = 33
+SMALLEST_FREE = 33  # sides that a file leaves free
 WIDEST = 8192
 TOLERANCE = 1e-4
 Run = Callable[[Tensor], Sequence[Tensor]]
@@ -198,14 +198,14 @@ def _image(model: nn.Module, batch: int, height: int, width: int) -> Tensor:
 
 
 def _is_dynamic(img_size: int) -> bool:
-    return img_size >= NARROWEST
+    return img_size >= SMALLEST_FREE
 
 
 def _dynamic_sizes(img_size: int) -> dict[int, Any]:
     sizes: dict[int, Any] = {0: Dim("batch", min=1, max=65536)}
     if _is_dynamic(img_size):
-        sizes[2] = Dim("height", min=NARROWEST, max=WIDEST)
-        sizes[3] = Dim("width", min=NARROWEST, max=WIDEST)
+        sizes[2] = Dim("height", min=SMALLEST_FREE, max=WIDEST)
+        sizes[3] = Dim("width", min=SMALLEST_FREE, max=WIDEST)
     return sizes
 
 
@@ -215,8 +215,8 @@ def check_shapes(img_size: int) -> list[tuple[int, int, int]]:
         return [(1, img_size, img_size), (3, img_size, img_size)]
     return [
         (1, img_size, img_size),
-        (3, img_size + 13, max(NARROWEST, img_size - 23)),
-        (2, NARROWEST, img_size + 32),
+        (3, img_size + 13, max(SMALLEST_FREE, img_size - 23)),
+        (2, SMALLEST_FREE, img_size + 32),
     ]
 
 

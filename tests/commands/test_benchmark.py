@@ -10,15 +10,12 @@ from torch import nn
 
 import softfree
 import softfree_cli
-from softfree.analysis import attention_cost
+from softfree.analysis import attention_cost, detector_speed
 from softfree.analysis.attention_cost import Cost
-from softfree.commands import (
-    _benchmark_attention,
-    _benchmark_detector,
-    _benchmark_model,
-    _benchmark_plot,
-    benchmark,
-)
+from softfree.analysis.measure import Work
+from softfree.commands import benchmark
+from softfree.commands.benchmark.attention import cost_columns, pair_shapes
+from softfree.commands.common import print_rows
 
 TINY = ["--device", "cpu", "--tokens", "20", "33", "--heads-times-batch", "1", "2"]
 TINY += ["--head-dim", "8", "--landmarks", "5", "--seconds", "0.001"]
@@ -29,7 +26,7 @@ MACHINE = {"date", "device", "threads", "python", "torch", "triton", "timm", "so
 def _quick(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("softfree.analysis.measure.TURN", 0.001)
-    monkeypatch.setattr(_benchmark_attention, "copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(benchmark.attention, "copy_bandwidth", lambda device: 1e10)
 
 
 def read(path):
@@ -149,16 +146,6 @@ def test_plot_is_written_and_shows_curves(tmp_path):
     assert all(counts.get(colour, 0) > 200 for colour in (blue, orange, green))
 
 
-def test_curves_are_sorted_by_tokens_and_per_head_where_heads_differ():
-    def cost(heads, tokens, ms):
-        return Cost(heads, tokens, 8, 5, "float32", "softmax", "torch", forward_ms=ms)
-
-    same = [cost(2, 50, 6.0), cost(2, 20, 2.0), cost(2, 90, None)]
-    assert _benchmark_plot.curves(same, "forward_ms") == {"softmax": [(20, 2.0), (50, 6.0)]}
-    mixed = [cost(3, 50, 6.0), cost(2, 20, 2.0)]
-    assert _benchmark_plot.curves(mixed, "forward_ms") == {"softmax": [(20, 1.0), (50, 2.0)]}
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -168,7 +155,7 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
     )
     cost = Cost(2560, 1048576, 32, 49, "bfloat16", "softpp", "reference", 1e-3, **figures)
     cost.share_of_floor, cost.forward_times_faster_than_softmax = 0.417, 190.2
-    _benchmark_attention.print_costs(Console(), [cost], torch.device("cuda"), 4.27e12, True)
+    print_rows(Console(), [cost], cost_columns(True, True), lambda cost: "2,560 x 1,048,576")
     out = capsys.readouterr().out
     assert "2,560 x 1,048,576" in out and "…" not in out
     row = next(line for line in out.splitlines() if "softpp reference" in line)
@@ -239,11 +226,11 @@ def test_kernels_asked_for_on_a_cpu_are_refused():
 
 
 def test_default_shapes_of_a_gpu_and_one_number_of_heads_for_all():
-    pairs = _benchmark_attention.pair_shapes((), (), 32, 49, "cuda")
+    pairs = pair_shapes((), (), 32, 49, "cuda")
     assert {(s.heads, s.tokens) for s in pairs} == {
         (256, 3136), (1024, 784), (2560, 196), (12, 65536),
     }  # fmt: skip
-    pairs = _benchmark_attention.pair_shapes((100, 60), (3,), 32, 49, "cpu")
+    pairs = pair_shapes((100, 60), (3,), 32, 49, "cpu")
     assert [(s.heads, s.tokens) for s in pairs] == [(3, 100), (3, 60)]
 
 
@@ -286,15 +273,6 @@ def test_a_model_that_cannot_take_the_size_is_named():
         benchmark.main(["model", "maxvit_pico_rw_256", *SMALL, "--img-size", "40"])
 
 
-def test_a_model_whose_products_cannot_be_counted_is_still_measured():
-    class AsksForNumbers(nn.Conv2d):
-        def forward(self, x):
-            return super().forward(x) if x.sum().item() else x
-
-    assert _benchmark_model.try_count_macs(AsksForNumbers(3, 4, 3), 8) is None
-    assert _benchmark_model.try_count_macs(nn.Conv2d(3, 4, 3), 8) == 6 * 6 * 9 * 3 * 4
-
-
 def test_a_backbone_stands_under_a_detector_once_with_each_kind_of_landmarks(tmp_path, capsys):
     path = tmp_path / "detector.csv"
     small = ["--model-kwargs", "embed_dims=16,32,48,64", "num_heads=1,2,3,4", "depths=1,1,1,1"]
@@ -317,30 +295,19 @@ def test_a_backbone_stands_under_a_detector_once_with_each_kind_of_landmarks(tmp
 
 
 def test_a_backbone_without_landmarks_is_measured_once(tmp_path, monkeypatch):
-    steps = []
+    built = []
 
-    def step_of(name, arguments, settings, device):
-        steps.append(arguments)
-        return nn.Linear(1, 1), lambda: None, lambda: 0
+    def build(name, arguments, conditions):
+        built.append(arguments)
+        return nn.Linear(1, 1)
 
-    monkeypatch.setattr(_benchmark_detector, "backbone_step", step_of)
-    monkeypatch.setattr(_benchmark_detector, "detector_step", step_of)
+    for name in ("build_backbone", "build_detector"):
+        monkeypatch.setattr(detector_speed, name, build)
+    for name in ("backbone_pass", "detector_step"):
+        monkeypatch.setattr(detector_speed, name, lambda *_: Work(lambda: None))
     options = ["--landmarks", "conv:49", "conv", "--device", "cpu", "--seconds", "0.001"]
     assert benchmark.main(["detector", "resnet10t", *options]) == 0
-    assert steps == [{}, {}]
-
-
-@pytest.mark.parametrize("masks", [False, True])
-def test_made_up_objects_lie_inside_the_picture(masks):
-    target = _benchmark_detector.make_target(60, 90, masks, torch.device("cpu"))
-    left, top, right, bottom = target["boxes"].T
-    assert (left >= 0).all() and (top >= 0).all() and (right <= 90).all() and (bottom <= 60).all()
-    assert (right - left >= 9).all() and (bottom - top >= 6).all()
-    if masks:
-        assert target["masks"].shape == (len(left), 60, 90)
-        # A mask has its box's area, to within the border's pixels.
-        area = (right - left) * (bottom - top)
-        assert torch.allclose(target["masks"].sum((1, 2)).float(), area, rtol=0.4)
+    assert built == [{}, {}]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_measuring(tmp_path):
@@ -349,28 +316,3 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_measuring(tmp_path)
     for folder in (tmp_path / "file", "/proc/softfree"):
         with pytest.raises(ValueError, match="--csv: can't write .*costs.csv"):
             benchmark.main(["attention", *TINY, "--csv", f"{folder}/costs.csv"])
-
-
-def test_batch_norms_are_folded_only_where_the_result_stays():
-    class NormFirst(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 3)
-            self.norm = nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            return self.conv(self.norm(x))
-
-    torch.manual_seed(0)
-    follows = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
-    follows[1].running_mean.uniform_(-1, 1)
-    image = torch.randn(1, 3, 8, 8)
-    expected = follows(image)
-    assert _benchmark_model.fold_if_safe(follows, 8) == "1 batch norms folded"
-    assert isinstance(follows[1], nn.Identity)
-    torch.testing.assert_close(follows(image), expected)
-
-    precedes = NormFirst().eval()
-    assert "not folded" in _benchmark_model.fold_if_safe(precedes, 8)
-    assert isinstance(precedes.norm, nn.BatchNorm2d)
-    assert _benchmark_model.fold_if_safe(nn.Conv2d(3, 4, 3), 8) == "no batch norm to fold"

@@ -1,19 +1,15 @@
 """`softfree compare`, and the benchmarks of every attention: figures, files, going on, clear errors."""
 
 import csv
-import itertools
 import json
 import os
 import signal
 
 import pytest
-import torch
 from PIL import Image
 
 import softfree_cli
-from softfree.commands import _benchmark_memory, benchmark, compare
-from softfree.commands._benchmark_memory import Memory
-from softfree.commands._benchmark_throughput import draw_bars
+from softfree.commands import benchmark, compare
 from softfree.layers import ATTENTIONS
 from softfree.training.longrange import LongRange
 
@@ -156,24 +152,6 @@ def test_memory_of_every_attention_reaches_table_csv_and_plot(tmp_path, capsys):
     assert Image.open(tmp_path / "memory.png").size[0] > 500
 
 
-def growth(name):
-    """How many times the memory of 2048 tokens that of 4096 is."""
-    few, many = (
-        _benchmark_memory.measure(Memory(name, tokens, 1, 16, 1, "float32"), torch.device("cpu"))
-        for tokens in (2048, 4096)
-    )
-    return many.forward_backward_mib / few.forward_backward_mib
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_memory_grows_with_the_tokens_and_no_faster(name):
-    assert growth(name) < 2.3
-
-
-def test_memory_of_the_whole_matrix_grows_with_the_square_of_the_tokens():
-    assert growth("softmax-unfused") > 3.5
-
-
 @pytest.mark.slow
 def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
     files = ["--csv", str(tmp_path / "table.csv"), "--plot", str(tmp_path / "table.png")]
@@ -195,16 +173,6 @@ def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
     ratio = float(rows[1]["train_img_per_s"]) / float(rows[0]["train_img_per_s"])
     assert float(rows[1]["train_ratio_to_first"]) == pytest.approx(ratio)
     assert Image.open(tmp_path / "table.png").size[0] > 500
-
-
-def test_numbers_below_narrow_panels_do_not_run_into_each_other():
-    values = {"training": [0.016, 0.016], "inference": [0.004, 0.004]}
-    figure = draw_bars(["softmax (fused)", "b"], {"images": values, "GiB": values}, "title")
-    figure.draw_without_rendering()
-    for axes in figure.axes:
-        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
-        gaps = [right.x0 - left.x1 for left, right in itertools.pairwise(boxes)]
-        assert min(gaps) > 5
 
 
 def test_mistakes_point_to_the_help_of_their_benchmark(capsys):

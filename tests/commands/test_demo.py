@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from softfree.analysis.pictures import landscape
 from softfree.commands import demo
-from softfree.commands._picture import landscape
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import softfree_cli
-from softfree.commands._figure_common import Subject
+from softfree.analysis.subject import Subject
 from softfree.commands.explore import check_images, listen, samples
 
 from .checkpoints import classifier_checkpoint

@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import softfree_cli
-from softfree.commands import _figure_heatmap as heatmap
 
 from .checkpoints import classifier_checkpoint
 
@@ -56,31 +54,6 @@ def test_several_attentions_stand_side_by_side(tmp_path):
     assert run("heatmap", "--model", "softpp_tiny", *attentions, *given) == 0
     with Image.open(output) as picture:
         assert picture.width > 2 * picture.height
-
-
-def test_the_map_drawn_is_the_scaled_row_of_the_query():
-    from softfree.analysis.capture import SoftmaxLayer
-
-    queries = torch.randn(2, 12, 4)
-    layer = SoftmaxLayer("layer", "softmax", (3, 4), queries, queries)
-    first, second = heatmap.panels(layer, (0.9, 0.5), heads=5)
-    row = layer.row(7)[0].reshape(3, 4).numpy()  # the last of the middle row
-    np.testing.assert_allclose(first.heat, (row - row.min()) / (row.max() - row.min()), rtol=1e-5)
-    assert (first.title, second.title) == ("head 1", "head 2")
-    assert first.total == pytest.approx(1)  # softmax
-    assert heatmap.scale(np.full((2, 2), 3.0)).max() == 0
-
-
-def test_a_map_is_painted_in_flat_squares_over_the_photo():
-    heat = np.array([[0.0, 1.0], [0.5, 0.5]])
-    black = np.asarray(heatmap.paint(heat, Image.new("RGB", (8, 8))))
-    white = np.asarray(heatmap.paint(heat, Image.new("RGB", (8, 8), "white")))
-    for rows in (slice(0, 4), slice(4, 8)):
-        for columns in (slice(0, 4), slice(4, 8)):
-            assert len(np.unique(black[rows, columns].reshape(-1, 3), axis=0)) == 1
-    assert (black[0, 0] != black[0, -1]).any() and (black[-1, 0] == black[-1, -1]).all()
-    # A quarter of what is seen is the photo.
-    assert np.abs(white.astype(int) - black - 0.25 * 255).max() <= 1
 
 
 def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_path):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from softfree.analysis.pictures import landscape
+from softfree.analysis.predictions import draw_classes
 from softfree.commands import predict, train
-from softfree.commands._drawing import draw_classes
-from softfree.commands._picture import landscape
 from softfree.data import load_images, open_image
 from softfree.training.classification import Normalize, eval_transform, load_classifier
 

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 from torch import nn
 
-from softfree.explorer.maps import Subject
+from softfree.analysis.subject import Subject
 from tests.analysis.small import small
 
 PREPARATION = {"img_size": 64, "mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
@@ -16,8 +16,8 @@ NAMES = ["ant", "bee", "cat", "dog", "<b>eel</b>"]
 def subjects() -> list[Subject]:
     classifier = {"task": "classification", "class_names": NAMES, **PREPARATION}
     return [
-        ("SOFT++ run", spread(small("softpp_tiny", strides=(2, 2, 1, 1))), classifier),
-        ("softmax run", spread(small("softpp_tiny", attention="softmax")), classifier),
+        Subject("SOFT++ run", spread(small("softpp_tiny", strides=(2, 2, 1, 1))), classifier),
+        Subject("softmax run", spread(small("softpp_tiny", attention="softmax")), classifier),
     ]
 
 

@@ -1,27 +1,27 @@
 """`softfree benchmark attention`."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.markup import escape
-
-from softfree.analysis import copy_bandwidth, describe_environment
-from softfree.analysis.attention_cost import ATTENTIONS, DTYPES, Cost, Shape, measure_costs
-from softfree.commands._common import (
+from softfree.analysis import copy_bandwidth
+from softfree.analysis.attention_cost import (
+    DTYPES,
+    OPERATORS,
+    Cost,
+    Shape,
+    draw_times,
+    measure_costs,
+)
+from softfree.commands.common import (
+    Columns,
     check_choices,
     check_figure,
     check_output,
     check_positive,
-    digits,
-    heading,
-    make_table,
+    field,
     percent,
     progress,
-    save_figure,
-    save_rows,
+    publish,
 )
 from softfree.ops.attention import BACKENDS
 from softfree.training.devices import choose_device
@@ -42,7 +42,7 @@ def attention(
     landmarks: int = 49,
     dtype: str = "auto",
     device: str = "auto",
-    attentions: tuple[str, ...] = ATTENTIONS,
+    attentions: tuple[str, ...] = OPERATORS,
     backends: tuple[str, ...] = ("auto",),
     backward: bool = True,
     seconds: float = 0.5,
@@ -69,7 +69,7 @@ def attention(
         plot: draw time against tokens into this file (.png, .pdf or .svg).
     """
     where = choose_device(device)
-    check_choices("--attentions", attentions, ATTENTIONS)
+    check_choices("--attentions", attentions, OPERATORS)
     check_choices("--backends", backends, BACKENDS)
     chosen = DEFAULT_DTYPE[where.type] if dtype == "auto" else dtype
     check_choices("--dtype", [chosen], DTYPES)
@@ -78,7 +78,6 @@ def attention(
     check_figure("--plot", plot)
     shapes = pair_shapes(tokens, heads_times_batch, head_dim, landmarks, where.type)
 
-    console = Console(highlight=False)
     costs: list[Cost] = []
     with progress() as report:
         report("measuring the memory's speed with a large copy")
@@ -88,16 +87,17 @@ def attention(
             bandwidth=bandwidth, backward=backward, seconds=seconds, report=report,
         ):  # fmt: skip
             costs += group
-    measured_in = describe_environment(where)
-    title = f"Attention: {head_dim} channels a head, {landmarks} landmarks, {chosen}"
-    heading(console, title, measured_in, threads=where.type == "cpu")
-    print_costs(console, costs, where, bandwidth, backward)
-    save_rows(csv, [dataclasses.asdict(cost) for cost in costs], measured_in)
-    if plot is not None:
-        from softfree.commands._benchmark_plot import draw
-
-        words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
-        save_figure(draw(costs, words), plot, "plot")
+    publish(
+        f"Attention: {head_dim} channels a head, {landmarks} landmarks, {chosen}",
+        costs,
+        cost_columns(where.type == "cuda", backward),
+        legend(costs, where.type == "cuda", bandwidth, backward),
+        where,
+        section=lambda cost: f"{cost.batch_heads:,} x {cost.tokens:,}",
+        csv=csv,
+        plot=plot,
+        draw=lambda title: draw_times(costs, title),
+    )
     return int(any(cost.faulty for cost in costs))
 
 
@@ -126,51 +126,39 @@ def pair_shapes(
     return [Shape(h, n, dim, landmarks) for h, n in zip(heads, tokens, strict=True)]
 
 
-def print_costs(
-    console: Console, costs: Sequence[Cost], device: torch.device, bandwidth: float, backward: bool
-) -> None:
-    """The table, one section a shape, and how to read it."""
-    gpu = device.type == "cuda"
-    titles = ["heads x tokens", "forward\nms", "times\nfaster"]
-    titles += ["eager\nms"] if gpu else []
-    titles += ["fwd+bwd\nms", "times\nfaster"] if backward else []
-    titles += ["memory\nMiB", "memory\nfloor"]
-    table = make_table(titles)
-    previous = None
-    for cost in costs:
-        if (cost.batch_heads, cost.tokens) != previous:
-            previous = (cost.batch_heads, cost.tokens)
-            table.add_section()
-            table.add_row(f"[bold]{cost.batch_heads:,} x {cost.tokens:,}[/]")
-        memory = cost.forward_backward_extra_mib if backward else cost.forward_extra_mib
-        cells = [digits(cost.forward_ms), digits(cost.forward_times_faster_than_softmax)]
-        cells += [digits(cost.forward_eager_ms)] if gpu else []
-        if backward:
-            cells += [digits(cost.forward_backward_ms)]
-            cells += [digits(cost.forward_backward_times_faster_than_softmax)]
-        cells += [digits(memory), percent(cost.share_of_floor)]
-        table.add_row(f"  {cost.name}", *cells)
-    console.print(table)
-    for cost in costs:
-        if cost.note:
-            console.print(
-                f"{cost.batch_heads:,} x {cost.tokens:,} tokens, {cost.name}: {escape(cost.note)}",
-                style="red" if cost.faulty else "yellow",
-            )
-    worst = max((c.error for c in costs if c.error is not None and not c.faulty), default=None)
-    if worst is not None:
-        console.print(
-            f"Checked first, against the float64 reference: errors up to {worst:.1e}.", style="dim"
-        )
+def cost_columns(gpu: bool, backward: bool) -> Columns:
+    """What the table says of an attention at a shape."""
+    memory = "forward_backward_extra_mib" if backward else "forward_extra_mib"
+    return {
+        "heads x tokens": lambda cost: cost.name,
+        "forward\nms": field("forward_ms"),
+        "times\nfaster": field("forward_times_faster_than_softmax"),
+        **({"eager\nms": field("forward_eager_ms")} if gpu else {}),
+        **(
+            {
+                "fwd+bwd\nms": field("forward_backward_ms"),
+                "fwd+bwd\nfaster": field("forward_backward_times_faster_than_softmax"),
+            }
+            if backward
+            else {}
+        ),
+        "memory\nMiB": field(memory),
+        "memory\nfloor": lambda cost: percent(cost.share_of_floor),
+    }
+
+
+def legend(costs: Sequence[Cost], gpu: bool, bandwidth: float, backward: bool) -> str:
+    """How to read the table."""
+    errors = [cost.error for cost in costs if cost.error is not None and not cost.faulty]
+    checked = "Checked first, against the float64 reference: errors up to {:.1e}.\n"
     passes = "forward and backward" if backward else "forward"
     timed = "Medians, in a CUDA graph (caches not flushed); eager: forward, from Python."
-    console.print(
-        f"{timed if gpu else 'Medians.'}\n"
+    return (
+        (checked.format(max(errors)) if errors else "") + f"{timed if gpu else 'Medians.'}\n"
         "Heads: batch times heads.\n"
         "Times faster: than torch's softmax attention in this run.\n"
         f"Memory: the most that {passes} held beyond the inputs.\n"
         "Memory floor: share reached, forward, of the speed of the least traffic (q read\n"
         "twice, v read once, the result written once) at the memory's speed, which is\n"
-        f"{bandwidth / 1e9:,.0f} GB/s by a large copy in this run.",
-        style="dim",
+        f"{bandwidth / 1e9:,.0f} GB/s by a large copy in this run."
     )

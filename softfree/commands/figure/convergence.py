@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -10,17 +9,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from softfree.analysis.capture import CONVERGED
-from softfree.analysis.convergence import residual_curves
-from softfree.commands._common import check_figure, check_positive, new_figure, save_figure
-from softfree.commands._figure_common import (
-    Subject,
-    check_img_size,
-    load_photo,
-    load_subject,
-    look,
-)
-from softfree.commands._picture import landscape
+from softfree.analysis.convergence import draw_convergence, residual_curves
+from softfree.analysis.pictures import landscape, load_photo
+from softfree.analysis.plots import save_figure
+from softfree.analysis.subject import Subject, load_subject
+from softfree.commands.common import check_figure, check_img_size, check_positive
 from softfree.layers import SoftAttention
 from softfree.training.devices import choose_device
 
@@ -63,7 +56,7 @@ def convergence(
     curves = residual_curves(subject.model, progress, iterations)
     taken = {m.iterations for m in subject.model.modules() if isinstance(m, SoftAttention)}
     what = f"{count} {'parts of a drawn picture' if paths is None else 'photos'}"
-    save_figure(draw(curves, taken, f"{subject.title}, {what}"), output)
+    save_figure(draw_convergence(curves, taken, f"{subject.title}, {what}"), output)
     return 0
 
 
@@ -98,32 +91,4 @@ def as_inputs(
 ) -> Iterator[Tensor]:
     """Each picture as the model sees it."""
     for picture in pictures:
-        yield look(picture, subject, img_size).pixels
-
-
-def draw(curves: dict[int, Tensor], taken: set[int], title: str) -> Any:
-    """Residual against step, a panel a stage."""
-    figure = new_figure(2.6 * len(curves) + 0.8, 4)
-    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
-    for index, (axes, (stage, found)) in enumerate(zip(panels, curves.items(), strict=True)):
-        values = found.clamp(min=1e-16).numpy()
-        steps = np.arange(values.shape[1])
-        axes.plot(steps, values.mean(0), f"C{index}-")
-        axes.fill_between(
-            steps, values.min(0), values.max(0), color=f"C{index}", alpha=0.2, linewidth=0
-        )
-        axes.axhline(CONVERGED, color="black", linestyle=":", linewidth=1)
-        for steps_taken in sorted(taken):
-            axes.axvline(steps_taken, color="black", linestyle="--", linewidth=1)
-        axes.set(yscale="log", ylim=(1e-9, 2), xlim=(0, steps[-1]), xlabel="Newton steps k")
-        axes.set_title(f"stage {stage}", fontsize=9)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(r"residual  $\|A Y_k A - A\|_2\ /\ \|A\|_2$")
-    figure.suptitle(f"Convergence of the Newton iteration: {title}", fontsize=10)
-    model = ", ".join(map(str, sorted(taken)))
-    figure.supxlabel(
-        "line: mean; band: least to greatest of all images, blocks and heads; "
-        f"dotted: converged; dashed: the steps that the model takes ({model})",
-        fontsize=8,
-    )
-    return figure
+        yield subject.look(picture, img_size).pixels

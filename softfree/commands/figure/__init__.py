@@ -7,17 +7,14 @@ against the size of the images.
 
 from collections.abc import Callable, Sequence
 
-from softfree.commands._figure_convergence import convergence
-from softfree.commands._figure_heatmap import heatmap
-from softfree.commands._figure_resolution import resolution
-from softfree.commands._figure_spectrum import spectrum
-from softfree.commands._subcommands import run_subcommand
+from softfree.commands.common import run_subcommand
+from softfree.commands.figure import convergence, heatmap, resolution, spectrum
 
 FIGURES: dict[str, Callable[..., int]] = {
-    "heatmap": heatmap,
-    "convergence": convergence,
-    "spectrum": spectrum,
-    "resolution": resolution,
+    "heatmap": heatmap.heatmap,
+    "convergence": convergence.convergence,
+    "spectrum": spectrum.spectrum,
+    "resolution": resolution.resolution,
 }
 
 

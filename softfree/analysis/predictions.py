@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from softfree.commands._common import new_figure
+from softfree.analysis.plots import new_figure
 
 RIGHT, WRONG, INK, FAINT = "#1a7f37", "#cf222e", "#24292f", "#8c959f"
 LOSS, ACCURACY = "#8250df", "#0969da"

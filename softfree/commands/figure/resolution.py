@@ -1,24 +1,14 @@
 """`softfree figure resolution`: accuracy against the size of the images (Table 6 of the papers)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from softfree.commands._common import (
-    NARROWEST,
-    check_figure,
-    check_positive,
-    make_table,
-    new_figure,
-    save_figure,
-)
-from softfree.commands._figure_common import checkpoint_title
+from softfree.analysis.plots import Curve, draw_resolution, save_figure
+from softfree.analysis.subject import checkpoint_title
+from softfree.commands.common import check_figure, check_img_size, check_positive, make_table
 from softfree.training.settings import WORKERS, check_workers
-
-Curve = Sequence[tuple[int, float]]
-MARKERS = "os^Dv"
 
 
 def resolution(
@@ -50,10 +40,7 @@ def resolution(
     check_figure("--output", output)
     check_positive("--batch-size", batch_size)
     check_workers(workers)
-    if not img_size or min(img_size) < NARROWEST:
-        raise ValueError(
-            f"--img-size must each be at least {NARROWEST}, got {' '.join(map(str, img_size))}"
-        )
+    check_img_size(*img_size)
     curves: dict[str, list[tuple[int, float]]] = {}
     trained: dict[str, int] = {}
     with join_processes(device) as processes:
@@ -74,7 +61,7 @@ def resolution(
             ]
         if processes.main:
             print_table(curves)
-            save_figure(draw(curves, trained), output)
+            save_figure(draw_resolution(curves, trained), output)
     return 0
 
 
@@ -85,26 +72,3 @@ def print_table(curves: Mapping[str, Curve]) -> None:
     for title, curve in curves.items():
         table.add_row(title, *(f"{accuracy:.1f}" for _, accuracy in curve))
     Console(highlight=False).print(table)
-
-
-def draw(curves: Mapping[str, Curve], trained: Mapping[str, int]) -> Any:
-    """Accuracy against size, a line a checkpoint; a ring where it was trained."""
-    figure = new_figure(7, 4.8)
-    axes = figure.add_subplot()
-    for index, (title, curve) in enumerate(curves.items()):
-        marker = MARKERS[index % len(MARKERS)]
-        sizes, accuracies = zip(*curve, strict=True)
-        axes.plot(sizes, accuracies, f"C{index % 10}-", marker=marker, label=title)
-        for size, accuracy in curve:
-            if size == trained[title]:
-                axes.plot(
-                    size, accuracy, "o", color=f"C{index % 10}", markersize=14, fillstyle="none"
-                )
-    axes.set_xticks(sizes)
-    axes.set(xlabel="side of the square image (pixels)", ylabel="top-1 accuracy (%)", ylim=(0, 100))
-    axes.set_title(
-        "Accuracy against image size; a ring marks the size of the training", fontsize=10
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    return figure

@@ -1,27 +1,22 @@
-"""What the figures, `inspect` and `export` share: the model and photo they look at."""
+"""The models that figures, the explorer, `inspect` and `export` look at."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import timm
 import timm.data
 import torch
-import tyro
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from softfree.analysis.pictures import View, view
-from softfree.commands._common import NARROWEST
-from softfree.commands._picture import landscape
-from softfree.models.checks import check_at_least, check_model_name
+from softfree.models.checks import check_model_name
 
 DEFAULT_MODEL = "softpp_tiny"
-Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
 # For checkpoints that leave it to their model.
 PREPARATION = {"img_size": 224, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
-# Each use of the option adds one, so that a photo may follow it.
-Repeated = tyro.conf.UseAppendAction
 
 
 class Subject(NamedTuple):
@@ -34,6 +29,10 @@ class Subject(NamedTuple):
     title: str
     model: nn.Module
     metadata: dict[str, Any]
+
+    def look(self, photo: Image.Image, img_size: int | None = None) -> View:
+        """The photo as the model sees it, at its own size or at ``img_size``."""
+        return view(photo, img_size or self.metadata["img_size"], self.metadata)
 
 
 def load_subject(
@@ -49,7 +48,7 @@ def load_subject(
     if checkpoint is not None:
         if model is not None:
             raise ValueError(
-                f"--model {model} and --checkpoint {checkpoint}: give one; a checkpoint knows its model"
+                f"model {model} and checkpoint {checkpoint}: give one; a checkpoint knows its model"
             )
         from softfree.training.checkpoint import load_for_inference
 
@@ -74,31 +73,23 @@ def load_subject(
     return Subject(f"{name} (untrained)", network.eval().to(device), metadata)
 
 
+def load_subjects(
+    checkpoints: Sequence[Path],
+    models: Sequence[str],
+    attentions: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+) -> list[Subject]:
+    """Every checkpoint, and every fresh model with every attention asked for."""
+    subjects = [load_subject(path, None, device) for path in checkpoints]
+    if checkpoints and attentions and not models:
+        raise ValueError("attentions are for fresh models; a checkpoint has its own")
+    for name in models or (() if checkpoints else (None,)):
+        for attention in attentions or (None,):
+            kwargs = {} if attention is None else {"attention": attention}
+            subjects.append(load_subject(None, name, device, **kwargs))
+    return subjects
+
+
 def checkpoint_title(checkpoint: Path) -> str:
     """The last two parts of a checkpoint's path, which name the run: OUT/best."""
     return "/".join(checkpoint.absolute().parts[-2:])
-
-
-def load_photo(photo: Path | None) -> Image.Image:
-    """The photo in a file, or a drawn one for None."""
-    if photo is None:
-        return landscape()
-    if not photo.is_file():
-        raise FileNotFoundError(f"no photo at {photo}")
-    from softfree.data.images import UnreadableImageError, open_image
-
-    try:
-        return open_image(photo)
-    except UnreadableImageError as error:
-        raise ValueError(f"{photo} can't be read as a photo: {error}") from error
-
-
-def look(photo: Image.Image, subject: Subject, img_size: int | None) -> View:
-    """The photo as the model sees it, at its own size or at ``img_size``."""
-    return view(photo, img_size or subject.metadata["img_size"], subject.metadata)
-
-
-def check_img_size(img_size: int | None) -> None:
-    """Refuse images too small for a pyramid."""
-    if img_size is not None:
-        check_at_least(NARROWEST, **{"--img-size": img_size})

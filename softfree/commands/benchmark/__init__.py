@@ -10,19 +10,15 @@ against the float64 reference first, and a wrong one is not timed (exit code 1).
 
 from collections.abc import Callable, Sequence
 
-from softfree.commands._benchmark_attention import attention
-from softfree.commands._benchmark_detector import detector
-from softfree.commands._benchmark_memory import memory
-from softfree.commands._benchmark_model import model
-from softfree.commands._benchmark_throughput import throughput
-from softfree.commands._subcommands import run_subcommand
+from softfree.commands.benchmark import attention, detector, memory, model, throughput
+from softfree.commands.common import run_subcommand
 
 BENCHMARKS: dict[str, Callable[..., int]] = {
-    "attention": attention,
-    "detector": detector,
-    "memory": memory,
-    "model": model,
-    "throughput": throughput,
+    "attention": attention.attention,
+    "detector": detector.detector,
+    "memory": memory.memory,
+    "model": model.model,
+    "throughput": throughput.throughput,
 }
 
 

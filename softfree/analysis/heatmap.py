@@ -1,0 +1,120 @@
+"""Where a patch of a photo attends to, per head, drawn (Fig. 4 and 7 of the papers)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from softfree.analysis.capture import AttentionLayer
+from softfree.analysis.plots import new_figure
+
+COLOURS = "viridis"
+OPACITY = 0.75  # of a map over the photo
+DISPLAY = 336  # pixels of a picture: 56, 28, 14 and 7 tokens are whole squares of it
+# Inches: a picture, the space around it, the heading's height, what the colour bar takes.
+CELL, GAP, MARGIN, HEADING = 2.0, 0.08, 0.1, 0.35
+BAR_WIDTH, BAR_LENGTH = 0.95, 4.5
+
+
+class Panel(NamedTuple):
+    """The heat map of one head, (H, W), between 0 and 1, and what the sizes of the weights add up to."""
+
+    title: str
+    heat: np.ndarray
+    total: float
+
+
+def layer_title(layer: AttentionLayer, model: str = "") -> str:
+    """Attention, model and grid of a layer, in words."""
+    assert layer.size is not None
+    rows, columns = layer.size
+    where = f"stage {layer.stage}, block {layer.block}, {rows} x {columns} tokens"
+    return "\n".join(filter(None, (layer.kind, model, where)))
+
+
+def heat_panels(layer: AttentionLayer, place: tuple[float, float], heads: int) -> list[Panel]:
+    """The maps of the first heads for the patch at ``place``."""
+    maps = layer.heat_map(layer.token_at(*place))[:heads].cpu().numpy()
+    # Scaled maps look alike, whether the head attends or not: hence the total.
+    return [
+        Panel(f"head {number}", scale(heat), np.abs(heat).sum())
+        for number, heat in enumerate(maps, 1)
+    ]
+
+
+def scale(heat: np.ndarray) -> np.ndarray:
+    """To 0 at the least value and 1 at the greatest; a map without contrast to 0."""
+    span = heat.max() - heat.min()
+    return (heat - heat.min()) / span if span > 0 else np.zeros_like(heat)
+
+
+def draw_heat_maps(
+    square: Image.Image,
+    place: tuple[float, float],
+    groups: Sequence[tuple[str, Sequence[Panel]]],
+    heading: str,
+    *,
+    across: bool,
+) -> Any:
+    """The photo, then a group of maps for each layer: beside each other (``across``) or below."""
+    longest = max(len(maps) for _, maps in groups)
+    rows, columns = (longest, len(groups)) if across else (len(groups), longest)
+    # Every place is known beforehand: a layout engine would draw the figure twice to find the same.
+    side, above, between = (0.3, 0.6, 0.0) if across else (0.45, 0.3, 0.3)
+    first = MARGIN + CELL + GAP + side  # left edge of the maps
+    width = first + columns * (CELL + GAP) + BAR_WIDTH
+    height = HEADING + above + rows * CELL + (rows - 1) * (between + GAP) + MARGIN
+    figure = new_figure(width, height, layout=None)
+    figure.suptitle(heading, y=1 - 0.5 * HEADING / height, va="center")
+    point = (place[0] * DISPLAY, place[1] * DISPLAY)
+
+    def show(picture: Image.Image, left: float, row: int, markersize: float) -> Any:
+        bottom = height - HEADING - above - CELL - row * (CELL + between + GAP)
+        box = (left / width, bottom / height, CELL / width, CELL / height)
+        cell = figure.add_axes(box, xticks=[], yticks=[])
+        cell.imshow(picture)
+        mark(cell, point, markersize)
+        return cell
+
+    show(square, MARGIN, 0, 13).set_title("photo; + marks the patch", fontsize=9)
+    grey = square.convert("L").convert("RGB")
+    for group, (title, maps) in enumerate(groups):
+        for number, panel in enumerate(maps):
+            row, column = (number, group) if across else (group, number)
+            cell = show(paint(panel.heat, grey), first + column * (CELL + GAP), row, 8)
+            corner = dict(transform=cell.transAxes, fontsize=7, color="white")
+            shade = dict(facecolor="black", alpha=0.5, linewidth=0, pad=1.5)
+            cell.text(0.03, 0.03, f"total {panel.total:.2g}", **corner, bbox=shade)
+            column_title, row_title = (title, panel.title) if across else (panel.title, title)
+            if row == 0 or not across:
+                cell.set_title(column_title, fontsize=8 if across else 9)
+            if column == 0:
+                cell.set_ylabel(row_title, fontsize=9 if across else 8)
+    add_bar(figure, width, height)
+    return figure
+
+
+def paint(heat: np.ndarray, grey: Image.Image) -> Image.Image:
+    """A map over the grey photo, each token a flat square, so that none looks finer than it is."""
+    from matplotlib import colormaps
+
+    colours = Image.fromarray(colormaps[COLOURS](heat, bytes=True)[..., :3])
+    return Image.blend(grey, colours.resize(grey.size, Image.Resampling.NEAREST), OPACITY)
+
+
+def add_bar(figure: Any, width: float, height: float) -> None:
+    """What the colours mean, at the right edge: as they are over mid-grey."""
+    long = min(BAR_LENGTH, height - HEADING - 2 * MARGIN)
+    left, bottom = width - BAR_WIDTH + 0.1, (height - HEADING - long) / 2
+    axes = figure.add_axes((left / width, bottom / height, 0.25 / width, long / height), xticks=[])
+    colours = paint(np.linspace(1, 0, 256)[:, None], Image.new("RGB", (1, 256), "grey"))
+    axes.imshow(colours, aspect="auto", extent=(0, 1, 0, 1))
+    axes.yaxis.tick_right()
+    axes.yaxis.set_label_position("right")
+    axes.set_ylabel("attention, each map scaled to 0-1")
+
+
+def mark(axes: Any, point: tuple[float, float], markersize: float) -> None:
+    """A red cross with a white edge, which shows on any picture."""
+    axes.plot(*point, "P", color="red", markeredgecolor="white", markersize=markersize)

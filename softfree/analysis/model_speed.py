@@ -1,0 +1,259 @@
+"""Throughput and memory of classifiers, in training and in inference."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softfree.analysis.complexity import count_macs, count_parameters
+from softfree.analysis.measure import Measured, Work, measure, release
+from softfree.models import fold_batch_norms
+from softfree.training.devices import autocast
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.05),
+}
+# A folded model computes the same sums in another order.
+FOLDING_TOLERANCE = 1e-3
+KINDS = {"train": "training", "infer": "inference"}
+
+
+@dataclass(frozen=True)
+class ModelConditions:
+    """How every model of a run is measured."""
+
+    batch_size: int
+    img_size: int
+    amp_dtype: str
+    opt: str = "adamw"
+    channels_last: bool = False
+    torchcompile: bool = False
+    fuse_bn: bool = False
+    cuda_graph: bool = False
+
+
+@dataclass
+class Throughput:
+    """One model's figures; None where not measured, and ``note`` says why."""
+
+    model: str
+    parameters: int
+    macs: int | None
+    train_img_per_s: float | None = None
+    train_ratio_to_first: float | None = None
+    train_peak_gib: float | None = None
+    infer_img_per_s: float | None = None
+    infer_ratio_to_first: float | None = None
+    infer_peak_gib: float | None = None
+    note: str = ""
+
+
+def measure_model(
+    name: str,
+    conditions: ModelConditions,
+    device: torch.device,
+    *,
+    kinds: Iterable[str] = KINDS,
+    seconds: float = 3.0,
+    report: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> Throughput:
+    """One row, without its ratios; ``options`` are timm's keywords of the model."""
+    report(f"{name}: building")
+    side = conditions.img_size
+    try:
+        network = build(name, side, **options)
+        macs = try_count_macs(network, side)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        words = ", ".join(f"{key}={value}" for key, value in options.items())
+        given = f" with {words}" if words else ""
+        raise ValueError(f"{name}{given} can't take images of {side} x {side}: {reason}") from error
+    row = Throughput(name, count_parameters(network), macs)
+    # Inference last: folding changes the model.
+    for kind in kinds:
+        report(f"{name}: {KINDS[kind]}")
+        torch.compiler.reset()
+        if kind == "infer" and conditions.fuse_bn:
+            add_note(row, fold_if_safe(network.eval(), side))
+        prepare = training if kind == "train" else inference
+        found = measure(
+            functools.partial(prepare, network, conditions, device),
+            device,
+            seconds=seconds,
+            cuda_graph=conditions.cuda_graph,
+        )
+        network.zero_grad(set_to_none=True)
+        fill(row, kind, found, conditions.batch_size)
+        release(device)
+    return row
+
+
+def fill(row: Any, kind: str, found: Measured, images: int) -> None:
+    """Write images a second, GiB and notes into a row's fields for this kind of work."""
+    setattr(row, f"{kind}_img_per_s", found.per_second(images))
+    if found.peak_bytes is not None:
+        setattr(row, f"{kind}_peak_gib", found.peak_bytes / 2**30)
+    add_note(row, f"{kind}: {found.note}" if found.note else "")
+
+
+def add_note(row: Any, note: str) -> None:
+    """Write a note behind those that are there."""
+    row.note = "; ".join(filter(None, (row.note, note)))
+
+
+def build(name: str, img_size: int, **options: Any) -> nn.Module:
+    """An untrained model for images of this size, told the size if it wants to know."""
+    torch.manual_seed(0)
+    try:
+        return timm.create_model(name, img_size=img_size, **options)
+    except TypeError as error:
+        # Networks that take any size have no such argument.
+        if "img_size" not in str(error):
+            raise
+        return timm.create_model(name, **options)
+
+
+def try_count_macs(network: nn.Module, img_size: int) -> int | None:
+    """Multiply-adds; None for a model that runs but whose products can't be counted from shapes alone."""
+    try:
+        return count_macs(network, img_size)
+    # Anything that a model from elsewhere may do with tensors that hold no numbers.
+    except Exception:
+        with torch.inference_mode():
+            network.eval()(torch.randn(1, 3, img_size, img_size))
+        return None
+
+
+def training(network: nn.Module, conditions: ModelConditions, device: torch.device) -> Work:
+    """Forward, cross-entropy, backward and the optimizer's step."""
+    images, forward = place_classifier(network.train(), conditions, device)
+    labels: Tensor | None = None
+
+    def loss() -> Tensor:
+        nonlocal labels
+        logits = forward(images)
+        if labels is None:
+            labels = torch.randint(logits.shape[-1], (len(images),), device=device)
+        return F.cross_entropy(logits, labels)
+
+    return training_step(
+        network,
+        loss,
+        conditions.amp_dtype,
+        device,
+        opt=conditions.opt,
+        capturable=conditions.cuda_graph,
+        inputs=[images],
+    )
+
+
+def training_step(
+    network: nn.Module,
+    loss: Callable[[], Tensor],
+    amp_dtype: str,
+    device: torch.device,
+    *,
+    opt: str = "adamw",
+    capturable: bool = False,
+    inputs: Iterable[Tensor] = (),
+) -> Work:
+    """A step on the gradient of ``loss()``. ``capturable``: by a CUDA graph; Adam then counts on the GPU."""
+    optimizer = OPTIMIZERS[opt](network.parameters())
+    for group in optimizer.param_groups:
+        group["capturable"] = capturable
+    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype == "float16")
+
+    def step() -> None:
+        with autocast(amp_dtype, device):
+            value = loss()
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    def held() -> int:
+        state = [t for each in optimizer.state.values() for t in each.values()]
+        return count_bytes([*inputs, *network.parameters(), *network.buffers(), *state])
+
+    return Work(step, held)
+
+
+def inference(network: nn.Module, conditions: ModelConditions, device: torch.device) -> Work:
+    """Forward without gradients."""
+    images, forward = place_classifier(network.eval(), conditions, device)
+
+    def step() -> None:
+        with torch.inference_mode(), autocast(conditions.amp_dtype, device):
+            forward(images)
+
+    return Work(step, lambda: count_bytes([images, *network.parameters(), *network.buffers()]))
+
+
+def place_classifier(
+    network: nn.Module, conditions: ModelConditions, device: torch.device
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Images, and the model to call on them, on the device in the layout asked for."""
+    place(network, conditions.channels_last, device)
+    side = conditions.img_size
+    images = torch.randn(conditions.batch_size, 3, side, side)
+    images = images.to(device, memory_format=layout(conditions.channels_last))
+    return images, torch.compile(network) if conditions.torchcompile else network
+
+
+def layout(channels_last: bool) -> torch.memory_format:
+    """Of images and maps in memory."""
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def place(network: nn.Module, channels_last: bool, device: torch.device) -> nn.Module:
+    """The network on the device, its weights in the layout asked for."""
+    if not channels_last:
+        return network.to(device)
+    return network.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def count_bytes(tensors: Iterable[object]) -> int:
+    """Bytes of the tensors among these."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def fold_if_safe(network: nn.Module, img_size: int) -> str:
+    """Fold batch norms into convolutions if that leaves the results alone; say what was done.
+
+    That a norm is listed after a convolution does not mean that it follows it. So a copy with random
+    statistics is folded first and compared.
+    """
+    trial = copy.deepcopy(network).cpu().float().eval()
+    with torch.no_grad():
+        for module in trial.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                for tensor in (module.running_var, module.weight):
+                    if tensor is not None:
+                        tensor.uniform_(0.5, 1.5)
+                for tensor in (module.running_mean, module.bias):
+                    if tensor is not None:
+                        tensor.uniform_(-0.5, 0.5)
+        image = torch.randn(1, 3, img_size, img_size)
+        expected = trial(image)
+        before = _count_batch_norms(trial)
+        fold_batch_norms(trial)
+        count = before - _count_batch_norms(trial)
+        error = float((trial(image) - expected).norm() / expected.norm())
+    if not count:
+        return "no batch norm to fold"
+    if not error <= FOLDING_TOLERANCE:
+        return f"batch norms not folded: the result would change by {error:.0e}"
+    fold_batch_norms(network)
+    return f"{count} batch norms folded"
+
+
+def _count_batch_norms(network: nn.Module) -> int:
+    return sum(isinstance(module, nn.BatchNorm2d) for module in network.modules())

@@ -1,0 +1,132 @@
+"""Charts of what was measured. Each is a matplotlib figure for :func:`save_figure`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from PIL import Image
+
+LABELS = {
+    "soft": "SOFT",
+    "softpp": "SOFT++",
+    "softmax": "softmax (fused)",
+    "softmax-unfused": "softmax (whole matrix)",
+    "linformer": "Linformer",
+    "performer": "Performer",
+    "nystromformer": "Nyströmformer",
+    "reformer": "Reformer",
+}
+MARKERS = "os^Dv"
+MOST_TICKS = 8  # numbers of tokens below an axis
+Curve = Sequence[tuple[int, float]]
+
+
+class Line(NamedTuple):
+    """A curve, with what the legend says, and how it is drawn."""
+
+    label: str
+    points: Curve
+    colour: str
+    style: str
+
+
+def new_figure(
+    width: float, height: float, layout: Literal["constrained"] | None = "constrained"
+) -> Any:
+    """An empty matplotlib figure of this size in inches; ``layout=None`` leaves axes where they are put."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, output: Path, kind: str = "figure") -> None:
+    """Write the figure in the format that its ending names, and say so."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Of what zlib finds, runs of equal bytes are nearly all in such pictures, and found much faster.
+    png = {"pil_kwargs": {"compress_type": Image.RLE}} if output.suffix.lower() == ".png" else {}
+    figure.savefig(output, dpi=150, **png)
+    print(f"{kind} written to {output}")
+
+
+def draw_against_tokens(lines: Sequence[Line], y_label: str, title: str, **settings: Any) -> Any:
+    """Lines over numbers of tokens, the y axis logarithmic; ``settings`` are those of matplotlib's axes."""
+    from matplotlib.ticker import LogLocator
+
+    picture = new_figure(7, 5.5)
+    axes = picture.add_subplot()
+    for line in lines:
+        across, along = zip(*line.points, strict=True)
+        axes.plot(across, along, line.style, markersize=4, color=line.colour, label=line.label)
+    axes.set(yscale="log", xlabel="tokens", ylabel=y_label, **settings)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    tokens = sorted({count for line in lines for count, _ in line.points})
+    if len(tokens) <= MOST_TICKS:
+        axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+        axes.xaxis.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.set_title(title, fontsize=9)
+    if lines:
+        picture.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return picture
+
+
+def draw_bars(
+    names: Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[float | None]]],
+    title: str,
+) -> Any:
+    """A panel a figure, in it a group of bars a name; None leaves a gap.
+
+    Args:
+        panels: by the panel's words, and then by the legend's, one value for each of ``names``.
+    """
+    picture = new_figure(2 + 3 * len(panels), 1.4 + 0.5 * len(names))
+    row = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (words, bars) in zip(row, panels.items(), strict=True):
+        for number, (label, values) in enumerate(bars.items()):
+            height = 0.8 / len(bars)
+            places = [index - 0.4 + (number + 0.5) * height for index in range(len(names))]
+            lengths = [value or 0.0 for value in values]
+            axes.barh(places, lengths, height, color=f"C{number}", label=label)
+        axes.set_xlabel(words)
+        axes.locator_params(axis="x", nbins=4)  # numbers such as 0.0025 are wide
+        axes.grid(axis="x", alpha=0.3)
+    row[0].set_yticks(range(len(names)), names)
+    row[0].invert_yaxis()
+    handles, labels = max(
+        (axes.get_legend_handles_labels() for axes in row), key=lambda found: len(found[1])
+    )
+    if len(labels) > 1:
+        picture.legend(
+            handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False
+        )
+    picture.suptitle(title, fontsize=9)
+    return picture
+
+
+def draw_resolution(curves: Mapping[str, Curve], trained: Mapping[str, int]) -> Any:
+    """Accuracy against size, a line a checkpoint; a ring where it was trained."""
+    figure = new_figure(7, 4.8)
+    axes = figure.add_subplot()
+    for index, (title, curve) in enumerate(curves.items()):
+        marker = MARKERS[index % len(MARKERS)]
+        sizes, accuracies = zip(*curve, strict=True)
+        axes.plot(sizes, accuracies, f"C{index % 10}-", marker=marker, label=title)
+        for size, accuracy in curve:
+            if size == trained[title]:
+                axes.plot(
+                    size, accuracy, "o", color=f"C{index % 10}", markersize=14, fillstyle="none"
+                )
+    axes.set_xticks(sizes)
+    axes.set(xlabel="side of the square image (pixels)", ylabel="top-1 accuracy (%)", ylim=(0, 100))
+    axes.set_title(
+        "Accuracy against image size; a ring marks the size of the training", fontsize=10
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure

@@ -1,0 +1,256 @@
+"""What the commands share: checks of their arguments, subcommands, tables, progress."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.control import Control
+from rich.markup import escape
+from rich.segment import ControlType
+from rich.table import Table
+
+from softfree.analysis import describe_environment, write_csv
+from softfree.analysis.plots import save_figure
+from softfree.models.checks import SMALLEST_IMAGE, check_at_least
+from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
+
+NOTHING = "-"
+# By title, the text of a row's cell.
+Columns = Mapping[str, Callable[[Any], str]]
+FIGURE_ENDINGS = (".png", ".svg", ".pdf")
+Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
+# Each use of the option adds one, so that a photo may follow it.
+Repeated = tyro.conf.UseAppendAction
+
+
+def check_choices(option: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse values of ``option`` that are not ``known``, and none at all."""
+    known, given = list(known), list(given)
+    if not given:
+        raise ValueError(f"{option} needs at least one of {', '.join(known)}")
+    for value in given:
+        if value not in known:
+            raise ValueError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+
+
+def check_positive(option: str, value: float) -> None:
+    """Refuse what is not above 0."""
+    if not value > 0:
+        raise ValueError(f"{option} must be above 0, got {value:g}")
+
+
+def check_img_size(*sides: int | None) -> None:
+    """Refuse images too small for a pyramid; None, where the model's own size is meant, passes."""
+    for side in sides:
+        if side is not None:
+            check_at_least(SMALLEST_IMAGE, **{"--img-size": side})
+
+
+def choose_amp_dtype(amp_dtype: str, device: torch.device) -> str:
+    """The value of --amp-dtype, or the device's own for 'auto'."""
+    chosen = DEFAULT_AMP[device.type] if amp_dtype == "auto" else amp_dtype
+    check_choices("--amp-dtype", [chosen], AMP_DTYPES)
+    return chosen
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Refuse a file that can't be written: before the measuring, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} must name a file, {path} is a folder")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"{option}: can't write {path}; give a file of yours")
+        return
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    try:
+        # Tried, since permissions do not tell all: not even root can write in /proc.
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise ValueError(
+            f"{option}: can't write {path}, for {nearest} takes no files ({error.strerror})"
+        ) from error
+
+
+def check_figure(option: str, path: Path | None) -> None:
+    """Refuse a file that no figure can be written to."""
+    if path is not None and path.suffix.lower() not in FIGURE_ENDINGS:
+        raise ValueError(f"{option} must end in {', '.join(FIGURE_ENDINGS)}, got {path}")
+    check_output(option, path)
+
+
+def make_table(titles: Iterable[str]) -> Table:
+    """A table without side borders, narrow enough for a terminal of 80 columns."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    first, *others = titles
+    table.add_column(first, overflow="fold", vertical="top")
+    for title in others:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def digits(value: float | None, factor: float = 1.0) -> str:
+    """Three significant digits without an exponent; a dash for None.
+
+    Example:
+        >>> digits(0.01234), digits(123.4), digits(23701.2), digits(None)
+        ('0.0123', '123', '23,701', '-')
+    """
+    if value is None:
+        return NOTHING
+    value *= factor
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".")
+
+
+def field(name: str, factor: float = 1.0) -> Callable[[Any], str]:
+    """A cell: :func:`digits` of the row's field of this name."""
+    return lambda row: digits(getattr(row, name), factor)
+
+
+def percent(share: float | None) -> str:
+    """A share in percent; a dash for None.
+
+    Example:
+        >>> percent(0.416), percent(0.0047), percent(None)
+        ('42%', '0.5%', '-')
+    """
+    if share is None:
+        return NOTHING
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.1f}%"
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Shows what is going on: ``with progress() as report: report("what")``; removed at the end.
+
+    One line that is written over: no thread, as a spinner has, runs beside what is measured.
+    """
+    console = Console(stderr=True, highlight=False)
+
+    def report(text: str) -> None:
+        if console.is_terminal:
+            console.control(Control.move_to_column(0), Control((ControlType.ERASE_IN_LINE, 2)))
+            console.print(text, end="", style="dim", no_wrap=True, overflow="ellipsis")
+
+    try:
+        yield report
+    finally:
+        report("")
+
+
+def heading(console: Console, what: str, measured_in: Mapping[str, object], threads: bool) -> None:
+    """Two lines: what is measured, on what."""
+    versions = [f"{name} {measured_in[name]}" for name in ("torch", "triton") if measured_in[name]]
+    device = str(measured_in["device"])
+    if threads:
+        count = measured_in["threads"]
+        device += f" ({count} thread{'' if count == 1 else 's'})"
+    console.print(f"[bold]{what}[/]\n{device}, {', '.join(versions)}, {measured_in['date']}")
+
+
+def publish(
+    title: str,
+    rows: Sequence[Any],
+    columns: Columns,
+    legend: str,
+    device: torch.device,
+    *,
+    section: Callable[[Any], str] | None = None,
+    records: Sequence[Mapping[str, object]] | None = None,
+    csv: Path | None = None,
+    plot: Path | None = None,
+    draw: Callable[[str], Any] | None = None,
+) -> None:
+    """Print measured rows as a table, and how to read it; write them to CSV and plot, if asked for.
+
+    Args:
+        rows: dataclasses, or whatever ``columns`` can read.
+        columns, section: see :func:`print_rows`.
+        records: the rows of the CSV; otherwise the fields of ``rows``.
+        draw: makes the plot, given its title.
+    """
+    console = Console(highlight=False)
+    measured_in = describe_environment(device)
+    heading(console, title, measured_in, threads=device.type == "cpu")
+    print_rows(console, rows, columns, section)
+    console.print(legend, style="dim")
+    fields = [dataclasses.asdict(row) for row in rows] if records is None else records
+    save_rows(csv, fields, measured_in)
+    if plot is not None and draw is not None:
+        title = f"{title}\n{measured_in['device']}, {measured_in['date']}"
+        save_figure(draw(title), plot, "plot")
+
+
+def print_rows(
+    console: Console,
+    rows: Sequence[Any],
+    columns: Columns,
+    section: Callable[[Any], str] | None = None,
+) -> None:
+    """A table of rows, and their notes below it.
+
+    Args:
+        columns: by title, the text of a row's cell; the first names the row.
+        section: what rows that follow each other may share, which then stands above them.
+    """
+    table = make_table(columns)
+    name = next(iter(columns.values()))
+    previous = None
+    for row in rows:
+        if section is not None and section(row) != previous:
+            previous = section(row)
+            table.add_section()
+            table.add_row(f"[bold]{previous}[/]")
+        first, *others = (cell(row) for cell in columns.values())
+        table.add_row(first if section is None else f"  {first}", *others)
+    console.print(table)
+    for row in rows:
+        if note := getattr(row, "note", ""):
+            words = name(row) if section is None else f"{section(row)} tokens, {name(row)}"
+            style = "red" if getattr(row, "faulty", False) else "yellow"
+            console.print(f"{words}: {escape(note)}", style=style)
+
+
+def save_rows(
+    path: Path | None, rows: Sequence[Mapping[str, object]], measured_in: Mapping[str, object]
+) -> None:
+    """Write the rows to a CSV file, if one is named, and say so."""
+    if path is not None:
+        write_csv(path, rows, measured_in)
+        print(f"figures written to {path}")
+
+
+def run_subcommand(
+    command: str,
+    subcommands: Mapping[str, Callable[..., int]],
+    argv: Sequence[str],
+    *,
+    question: str,
+    description: str | None,
+) -> int:
+    """Run that of ``softfree COMMAND`` which ``argv`` begins with; return its exit code.
+
+    ``question`` begins the error where it is none; ``description`` heads the help of all.
+    """
+    name = argv[0] if argv else ""
+    prog = f"softfree {command}"
+    if name in ("-h", "--help"):
+        return tyro.extras.subcommand_cli_from_dict(
+            dict(subcommands), args=argv, prog=prog, description=description
+        )
+    if name not in subcommands:
+        given = f"got {name!r}" if argv else f"e.g. `{prog} {next(iter(subcommands))}`"
+        raise ValueError(f"{question} One of {', '.join(subcommands)}; {given}")
+    # On its own, so that errors point to its own --help.
+    return tyro.cli(subcommands[name], args=argv[1:], prog=f"{prog} {name}")
