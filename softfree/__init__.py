@@ -11,7 +11,14 @@ from typing import Any
 from softfree.analysis import capture_attention
 from softfree.layers import SoftAttention, SoftBlock
 from softfree.models import fold_batch_norms, load_release_checkpoint
-from softfree.ops import newton_inverse, newton_residuals, soft_attention
+from softfree.ops import (
+    newton_inverse,
+    newton_residuals,
+    ridge_solve,
+    soft_attention,
+    solve_residual,
+    solve_spectrum,
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,7 +29,10 @@ __all__ = [
     "load_release_checkpoint",
     "newton_inverse",
     "newton_residuals",
+    "ridge_solve",
     "soft_attention",
+    "solve_residual",
+    "solve_spectrum",
 ]
 
 # Imported when they are first used: they need packages of the extra "dense", and seconds.

@@ -2,5 +2,15 @@
 
 from softfree.ops.attention.inverse import newton_inverse, newton_residuals
 from softfree.ops.attention.operator import BACKENDS, check_backend, soft_attention
+from softfree.ops.attention.solve import ridge_solve, solve_residual, solve_spectrum
 
-__all__ = ["BACKENDS", "check_backend", "newton_inverse", "newton_residuals", "soft_attention"]
+__all__ = [
+    "BACKENDS",
+    "check_backend",
+    "newton_inverse",
+    "newton_residuals",
+    "ridge_solve",
+    "soft_attention",
+    "solve_residual",
+    "solve_spectrum",
+]

@@ -1,0 +1,130 @@
+"""The regularised inverse of a landmark kernel matrix by one factorisation.
+
+With ``B = A + r I`` and ``G = B^-1`` the inverse is ``Y = G`` (order 1) or ``Y = G + r G^2`` (order 2). On an
+eigenvalue ``lam`` of ``A`` that is ``1 / (lam + r)`` or ``(lam + 2 r) / (lam + r)^2``: of what an inverse would give,
+the share ``1 - r / (lam + r)`` or ``1 - (r / (lam + r))^2``. No eigenvalue is thrown away, and no step is repeated.
+
+Y is never formed. ``B = C C^T`` is factored once, and ``Y X`` is two or four solves with triangles, which keeps
+the digits that Y would lose: pivots are at least r.
+"""
+
+import torch
+from torch import Tensor
+
+from softfree.ops.attention.inverse import _check_matrix, add_ridge
+from softfree.ops.shared.precision import compute_dtype
+
+ORDERS = (1, 2)
+# What an order is used with if nothing is said: their bias is r / lam and (r / lam)^2.
+DEFAULT_RIDGE = {1: 0.01, 2: 0.1}
+# Below it float32 would not factor matrices of coinciding landmarks.
+LEAST_RIDGE = 1e-4
+
+
+def check_solve(order: int, ridge: float) -> None:
+    """Raise if the settings of a solve make no sense."""
+    if order not in ORDERS or isinstance(order, bool):
+        raise ValueError(f"order must be 1 or 2, got {order!r}")
+    if not isinstance(ridge, (int, float)) or not LEAST_RIDGE <= ridge < float("inf"):
+        raise ValueError(
+            f"ridge must be a finite number >= {LEAST_RIDGE} where the inverse is solved, got {ridge!r}"
+        )
+
+
+def cholesky_factor(a: Tensor, ridge: float) -> Tensor:
+    """C, lower triangular, of ``A + ridge I = C C^T``; (..., m, m)."""
+    return torch.linalg.cholesky_ex(add_ridge(a, ridge)).L
+
+
+def solve(factor: Tensor, x: Tensor, ridge: float, order: int) -> Tensor:
+    """``Y X`` of the factor C (..., m, m) and X (..., m, c)."""
+    once = torch.cholesky_solve(x, factor)
+    return once if order == 1 else torch.cholesky_solve(x + ridge * once, factor)
+
+
+def solve_backward(
+    factor: Tensor, x: Tensor, grad: Tensor, ridge: float, order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``Y X``, ``Y grad``, and the gradient of A, exactly, where ``grad`` is that of ``Y X``.
+
+    ``dA = -(G grad) (G X)^T`` at order 1. At order 2, ``Y X = G (X + r G X)`` uses G twice:
+    ``dA = -(G grad) (Y X)^T - r (G^2 grad) (G X)^T``. All have the rank of the channels.
+    """
+    once, back = torch.cholesky_solve(torch.cat([x, grad], -1), factor).split(x.shape[-1], -1)
+    if order == 1:
+        return once, back, -(back @ once.mT)
+    right, again = torch.cholesky_solve(torch.cat([x + ridge * once, back], -1), factor).split(
+        x.shape[-1], -1
+    )
+    grad_a = -torch.cat([back, ridge * again], -1) @ torch.cat([right, once], -1).mT
+    return right, back + ridge * again, grad_a
+
+
+def ridge_solve(a: Tensor, x: Tensor, *, ridge: float | None = None, order: int = 2) -> Tensor:
+    """``Y X`` with the regularised inverse ``Y`` of symmetric positive semi-definite matrices ``A``.
+
+    ``Y = G`` (order 1) or ``Y = G + r G^2`` (order 2) with ``G = (A + r I)^-1``. Differentiable in both arguments;
+    the gradient is exact, also where A is singular.
+
+    Args:
+        a: (..., m, m), symmetric. Half precision is computed in float32.
+        x: (..., m, c).
+        ridge: r, at least 1e-4; None: 0.1 for order 2, 0.01 for order 1.
+        order: 2 has the smaller bias, ``(r / (lam + r))^2`` of an eigenvalue instead of ``r / (lam + r)``.
+
+    Returns:
+        (..., m, c) of ``x``'s dtype.
+
+    Example:
+        >>> import torch, softfree
+        >>> a = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+        >>> softfree.ridge_solve(a, a, ridge=1e-4).round(decimals=4)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    _check_matrix(a)
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-2] != a.shape[-1]:
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must have shape (..., {a.shape[-1]}, channels), got {given}")
+    ridge = solve_ridge(ridge, order)
+    with torch.autocast(a.device.type, enabled=False):
+        dtype = torch.promote_types(compute_dtype(a.dtype), compute_dtype(x.dtype))
+        lower = torch.linalg.cholesky(add_ridge(a.to(dtype), ridge))
+        return solve(lower, x.to(dtype), ridge, order).to(x.dtype)
+
+
+def solve_ridge(ridge: float | None, order: int) -> float:
+    """The ridge that is meant, checked together with the order."""
+    if ridge is None:
+        ridge = DEFAULT_RIDGE.get(order, DEFAULT_RIDGE[2])
+    check_solve(order, ridge)
+    return float(ridge)
+
+
+def solve_spectrum(eigenvalues: Tensor, *, ridge: float | None = None, order: int = 2) -> Tensor:
+    """Eigenvalues of Y for those of A: ``1 / (lam + r)`` or ``(lam + 2 r) / (lam + r)^2``.
+
+    Example:
+        >>> import torch, softfree
+        >>> softfree.solve_spectrum(torch.tensor([1.0, 0.1, 0.0]), ridge=0.1)
+        tensor([ 0.9917,  7.5000, 20.0000])
+    """
+    ridge = solve_ridge(ridge, order)
+    once = 1 / (eigenvalues + ridge)
+    return once if order == 1 else once + ridge * once.square()
+
+
+@torch.no_grad()
+def solve_residual(a: Tensor, *, ridge: float | None = None, order: int = 2) -> Tensor:
+    """How far Y is from an inverse: ``||A Y A - A||_2 / ||A||_2``, (...) of matrices (..., m, m).
+
+    Example:
+        >>> import torch, softfree
+        >>> softfree.solve_residual(torch.eye(3), ridge=0.1).round(decimals=4)
+        tensor(0.0083)
+    """
+    _check_matrix(a)
+    a = a.to(compute_dtype(a.dtype))
+    size = torch.linalg.matrix_norm(a, 2)
+    error = a @ ridge_solve(a, a, ridge=ridge, order=order) - a
+    return torch.linalg.matrix_norm(error, 2) / size
