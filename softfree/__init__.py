@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 # Imported when they are first used: they need packages of the extra "dense", and seconds.
-_LATE = {"detection": "softfree.models.detection", "segmentation": "softfree.models.segmentation"}
+_LATE = ("detection", "segmentation")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATE:
-        return importlib.import_module(_LATE[name])
+        return importlib.import_module(f"softfree.{name}")
     raise AttributeError(f"module 'softfree' has no attribute {name!r}")

@@ -1,28 +1,31 @@
 """Batch norms folded into the convolutions before them, for inference."""
 
 import itertools
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+Network = TypeVar("Network", bound=nn.Module)
 
-def fold_batch_norms(network: nn.Module) -> int:
+
+def fold_batch_norms(network: Network) -> Network:
     """Fold each batch norm that is listed right after a convolution into it, in place.
 
     The network must be in evaluation mode, and can't be trained further in a sensible way. In ours each such
     norm does follow its convolution; for networks of others compare the results.
 
     Returns:
-        how many norms there were.
+        the network itself.
 
     Example:
         >>> import softfree, timm
-        >>> softfree.fold_batch_norms(timm.create_model("softpp_tiny").eval())
-        6
+        >>> model = softfree.fold_batch_norms(timm.create_model("softpp_tiny").eval())
+        >>> any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+        False
     """
     if network.training:
         raise ValueError("network must be in evaluation mode: call network.eval() first")
-    count = 0
     for parent in list(network.modules()):
         children = list(parent.named_children())
         for (first, conv), (second, norm) in itertools.pairwise(children):
@@ -35,5 +38,4 @@ def fold_batch_norms(network: nn.Module) -> int:
             rest = [getattr(norm, part, None) for part in ("drop", "act")]
             kept = [part for part in rest if isinstance(part, nn.Module)]
             setattr(parent, second, nn.Sequential(*kept) if kept else nn.Identity())
-            count += 1
-    return count
+    return network

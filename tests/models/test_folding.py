@@ -21,7 +21,7 @@ def test_a_folded_backbone_gives_the_same_and_has_no_batch_norm(overlap):
     image = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         expected = model(image)
-        assert softfree.fold_batch_norms(model) == (6 if overlap else 4)
+        assert softfree.fold_batch_norms(model) is model
         torch.testing.assert_close(model(image), expected, rtol=1e-4, atol=1e-5)
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 

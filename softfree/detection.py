@@ -1,0 +1,5 @@
+"""Detectors on any timm backbone with four maps: ``softfree.detection.mask_rcnn("softpp_tiny", ...)``."""
+
+from softfree.models.detection import mask_rcnn, place_masks, retinanet
+
+__all__ = ["mask_rcnn", "place_masks", "retinanet"]

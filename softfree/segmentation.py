@@ -1,0 +1,5 @@
+"""UPerNet on any timm backbone with four maps: ``softfree.segmentation.upernet("softpp_tiny", ...)``."""
+
+from softfree.models.segmentation import UPerNet, resize_logits, segment, upernet
+
+__all__ = ["UPerNet", "resize_logits", "segment", "upernet"]
