@@ -37,6 +37,9 @@ RENAMED = {
     "figure convergence": {"--steps": "--iterations"},
     "figure resolution": {"--checkpoints": "--checkpoint", "--sizes": "--img-size"},
     "figure spectrum": {"--sizes": "--img-size"},
+    "validate classification": {"--results-file": "--csv"},
+    "validate detection": {"--results-file": "--csv"},
+    "validate segmentation": {"--results-file": "--csv"},
 }
 USAGE_ERROR = 2
 INTERRUPTED = 130

@@ -74,7 +74,7 @@ score() {
   for seed in $SEEDS; do
     run=$OUT/tiny_imagenet/$name/$seed
     [ -f "$run/$file" ] || $SOFTFREE validate classification --checkpoint "$run/last" --data-dir "$TI" --data-on-device \
-      --batch-size 250 --workers "$WORKERS" --device "$DEVICE" --results-file "$run/$file" "$@"
+      --batch-size 250 --workers "$WORKERS" --device "$DEVICE" --csv "$run/$file" "$@"
   done
 }
 
@@ -190,7 +190,7 @@ voc() {
     train "$run" "$task" --data-dir "$VOC" --model softpp_tiny --model-kwargs $kwargs "${start[@]}" \
       --batch-size 16 --weight-decay 0.05 --eval-every 1000000 --seed "$seed" "$@"
     [ -f "$run/scores.csv" ] || $SOFTFREE validate "$task" --checkpoint "$run/last" --data-dir "$VOC" \
-      --workers "$WORKERS" --device "$DEVICE" --results-file "$run/scores.csv"
+      --workers "$WORKERS" --device "$DEVICE" --csv "$run/scores.csv"
   done
 }
 

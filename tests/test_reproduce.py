@@ -26,7 +26,7 @@ printf '%s\\0' "$@" >> "$RECORD"; echo >> "$RECORD"
 [[ "$*" != *"${STOP_AT:-nowhere}"* ]] || exit 75
 while [ $# -gt 0 ]; do
   case $1 in
-    --results-file | --csv) mkdir -p "$(dirname "$2")"; printf 'top1\\n50\\n' > "$2" ;;
+    --csv) mkdir -p "$(dirname "$2")"; printf 'top1\\n50\\n' > "$2" ;;
     --output) mkdir -p "$2"; printf 'step\\n1\\n' | tee "$2/train.csv" > "$2/eval.csv" ;;
   esac
   shift

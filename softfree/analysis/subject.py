@@ -50,7 +50,7 @@ def load_subject(
             raise ValueError(
                 f"model {model} and checkpoint {checkpoint}: give one; a checkpoint knows its model"
             )
-        from softfree.training.checkpoint import load_for_inference
+        from softfree.training.tasks import load_for_inference
 
         network, metadata = load_for_inference(checkpoint)
         if metadata["task"] == "detection":

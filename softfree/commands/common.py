@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import tyro
@@ -29,6 +29,7 @@ FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
 # Each use of the option adds one, so that a photo may follow it.
 Repeated = tyro.conf.UseAppendAction
+Result = TypeVar("Result")
 
 
 def check_choices(option: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -233,15 +234,15 @@ def save_rows(
 
 def run_subcommand(
     command: str,
-    subcommands: Mapping[str, Callable[..., int]],
+    subcommands: Mapping[str, Callable[..., Result]],
     argv: Sequence[str],
     *,
     question: str,
     description: str | None,
-) -> int:
-    """Run that of ``softfree COMMAND`` which ``argv`` begins with; return its exit code.
+) -> Result:
+    """Run the subcommand of ``softfree COMMAND`` that ``argv`` begins with; return what it returns.
 
-    ``question`` begins the error where it is none; ``description`` heads the help of all.
+    ``question`` begins the error if it begins with none; ``description`` heads the help of all.
     """
     name = argv[0] if argv else ""
     prog = f"softfree {command}"

@@ -17,7 +17,7 @@ from softfree.analysis.capture import capture_attention
 from softfree.analysis.predictions import COLUMNS, ROWS, HeatMap, Sample, draw_quickstart
 from softfree.commands import train, validate
 from softfree.data import load_images
-from softfree.training.classification import Normalize, eval_transform, load_classifier
+from softfree.training.classification import Classification, Normalize, eval_transform
 from softfree.training.devices import choose_device
 from softfree.training.logs import EVAL_CSV, TRAIN_CSV
 
@@ -92,7 +92,7 @@ def show_step(console: Console, number: int, what: str, command: str, argv: Sequ
 
 def draw(path: Path, output: Path, device: torch.device) -> None:
     """The picture: samples with right and wrong answers, the curves, and where one digit's patch looks."""
-    model, metadata = load_classifier(output / "best", device)
+    model, metadata = Classification.load(output / "best", device)
     digits = load_images(None).val
     prepare = eval_transform(metadata)
     normalize = Normalize(metadata["mean"], metadata["std"])

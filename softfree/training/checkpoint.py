@@ -12,14 +12,13 @@ killed at any moment leaves a whole checkpoint, the old one or the new one. Noth
 """
 
 import dataclasses
-import importlib
 import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -27,8 +26,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from softfree.models.metadata import check_buildable, check_fields, read_json
-
-Model = TypeVar("Model", bound=nn.Module)
 
 WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
 METADATA, SETTINGS = "metadata.json", "settings.json"
@@ -39,14 +36,6 @@ MAY_CHANGE = (
     "data_dir", "strict_data", "data_on_device", "check_data", "skip_bad_annotations", "short_sides",
     "short_side", "max_size", "crop", "scales", "window", "pretrained_checkpoint", "backbone_checkpoint",
 )  # fmt: skip
-
-# Task, and the function that makes a model of its checkpoints; imported late, for tasks import this module.
-LOADERS = {
-    "classification": ("softfree.training.classification", "load_classifier"),
-    "detection": ("softfree.training.detection", "load_detector"),
-    "segmentation": ("softfree.training.segmentation", "load_segmenter"),
-    "longrange": ("softfree.training.longrange", "load_sequence_model"),
-}
 
 
 class CheckpointWriteError(RuntimeError):
@@ -148,33 +137,31 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 def load_model(
     path: str | Path,
     task: str,
-    build: Callable[[dict[str, Any]], Model],
+    build: Callable[[dict[str, Any]], nn.Module],
     device: torch.device | str,
-) -> tuple[Model, dict[str, Any]]:
-    """The model of a task's checkpoint folder, ready to use, and its metadata, from which ``build`` makes it."""
+    changes: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a task's checkpoint folder, ready to use, and its metadata, from which ``build`` makes it.
+
+    ``changes`` take the place of entries of the metadata's ``model_kwargs``.
+    """
     saved = read_checkpoint(path)
     check_task(path, saved.metadata, task)
     check_buildable(saved.path / METADATA, saved.metadata)
+    described = saved.metadata
+    if changes:
+        described = {**described, "model_kwargs": {**described["model_kwargs"], **changes}}
     try:
         # Takes no memory, whatever size the file asks for; one of its own weights' size is then built.
         with torch.device("meta"):
-            expected = build(saved.metadata).state_dict()
+            expected = build(described).state_dict()
     except Exception as error:  # whatever an architecture raises that is given nonsense
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{saved.path / METADATA}: no model is like this: {reason}") from error
     check_fits(saved.path, saved.weights, expected, saved.metadata["model"])
-    model = build(saved.metadata)
+    model = build(described)
     model.load_state_dict(saved.weights)
     return model.eval().to(device), saved.metadata
-
-
-def load_for_inference(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint folder of any task, on the CPU and ready to use, and its metadata."""
-    task = read_metadata(Path(path)).get("task", "")
-    if task not in LOADERS:
-        raise ValueError(f"{path} is a checkpoint of the task {task!r}, unknown to this version")
-    module, function = LOADERS[task]
-    return getattr(importlib.import_module(module), function)(path)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -186,6 +173,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise ValueError(_damaged(file, error)) from error
     check_fields(file, metadata, ())
     return metadata
+
+
+def data_settings(path: Path) -> dict[str, Any]:
+    """What the run that wrote a checkpoint was told about its data."""
+    return read_json(locate(path) / SETTINGS)["data"]
 
 
 def check_task(path: str | Path, metadata: dict[str, Any], task: str) -> None:

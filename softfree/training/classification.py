@@ -1,7 +1,7 @@
 """Image classification: settings and recipes, and the task that the engine trains.
 
 Classification.run(settings)                         -> Outcome
-load_classifier("OUTPUT/best", device)               -> model, metadata
+Classification.load("OUTPUT/best", device)           -> model, metadata
 evaluate_classifier(model, batches, normalize, ...)  -> {"top1": ..., "top5": ..., "loss": ...}
 """
 
@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from softfree.data.images import (
     Batch,
     ImageData,
     ImageDataset,
+    Unreadable,
     collate_images,
     collate_training,
     load_images,
@@ -37,8 +39,11 @@ from softfree.models.checks import check_at_least, check_model_name, mistakes_in
 from softfree.models.metadata import check_arguments
 from softfree.models.registry import is_ours
 from softfree.training import checkpoint, distributed
+from softfree.training.devices import AmpDtype, autocast
 from softfree.training.distributed import Processes
 from softfree.training.engine import Task
+from softfree.training.loading import evaluation_batches
+from softfree.training.sampling import EvalSampler
 from softfree.training.settings import Flags, OptimSettings, RunSettings
 
 
@@ -249,15 +254,21 @@ class Classification(Task):
             check_resident(augment)
             self.train_data, self.eval_data = Indices(len(data.train)), Indices(len(data.val))
 
-    def build_model(self) -> nn.Module:
-        given = self.settings.model
-        model = create_network(
-            given.model,
-            len(self.class_names),
-            given.img_size,
-            # Not every model of timm's has the argument.
-            self.model_kwargs | ({"drop_path_rate": given.drop_path} if given.drop_path else {}),
+    @classmethod
+    def build(cls, metadata: dict[str, Any]) -> nn.Module:
+        return create_network(
+            metadata["model"],
+            len(metadata["class_names"]),
+            metadata["img_size"],
+            metadata["model_kwargs"],
         )
+
+    def build_model(self) -> nn.Module:
+        given, metadata = self.settings.model, self.metadata()
+        if given.drop_path:
+            # Not every model of timm's has the argument.
+            metadata["model_kwargs"] = self.model_kwargs | {"drop_path_rate": given.drop_path}
+        model = self.build(metadata)
         if given.pretrained_checkpoint:
             load_pretrained(model, Path(given.pretrained_checkpoint), given.model)
         freeze(model, given.freeze)
@@ -439,29 +450,56 @@ def evaluate_classifier(
     }
 
 
-def load_classifier(
-    path: str | Path,
-    device: torch.device | str = "cpu",
-    changes: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint folder, ready to use, and its metadata.
+def score_classifier(
+    network: nn.Module,
+    preparation: dict[str, Any],
+    data: ImageDataset | ResidentImages,
+    img_size: int,
+    processes: Processes,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    amp_dtype: AmpDtype = "auto",
+) -> tuple[dict[str, float], list[Unreadable]]:
+    """Scores and throughput at one size, over the pictures of all processes, and what could not be read here.
 
-    ``changes`` are arguments of the model other than in training, such as ``{"landmarks": "conv:49"}``; the
-    weights must fit all the same.
-
-    Metadata has "class_names", and "img_size", "crop_pct", "interpolation", "mean" and "std" for
-    :func:`eval_transform` and :class:`Normalize`.
+    ``preparation`` is a checkpoint's metadata.
     """
-
-    def build(metadata: dict[str, Any]) -> nn.Module:
-        return create_network(
-            metadata["model"],
-            len(metadata["class_names"]),
-            metadata["img_size"],
-            {**metadata["model_kwargs"], **(changes or {})},
+    set_input_size(network, img_size)
+    unreadable: list[Unreadable] = []
+    if isinstance(data, ResidentImages):
+        sampler = EvalSampler(len(data), batch_size, processes.rank, processes.count)
+        indices = sampler.on_device(processes.device)
+        batches: Iterable[Batch] = resident_batches(data, indices, img_size, preparation)
+    else:
+        data.transform = eval_transform(preparation, img_size)
+        batches = evaluation_batches(
+            data, collate_images, batch_size, processes, unreadable.append, workers
         )
+    normalize = Normalize(preparation["mean"], preparation["std"])
+    began = time.perf_counter()
+    with torch.inference_mode(), autocast(amp_dtype, processes.device):
+        scores = evaluate_classifier(network, batches, normalize, processes)
+    scores["img_per_s"] = scores["samples"] / (time.perf_counter() - began)
+    scores["unreadable"] = len(distributed.gather(unreadable, processes))
+    return scores, unreadable
 
-    return checkpoint.load_model(path, Classification.name, build, device)
+
+def set_input_size(network: nn.Module, img_size: int) -> None:
+    """Tell a network of a fixed size another one; ours take any."""
+    tell = getattr(network, "set_input_size", None)
+    if tell is not None:
+        tell(img_size=img_size)
+
+
+def load_weights_file(
+    path: Path, name: str, num_classes: int, kwargs: dict[str, Any], device: torch.device
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model ``name`` with the weights of a file, and how its pictures are prepared."""
+    network = create_network(name, num_classes, img_size=224, kwargs=kwargs)
+    if not load_pretrained(network, path, name):
+        raise ValueError(f"--checkpoint {path} has no head for the {num_classes} classes here")
+    return network.eval().to(device), {"model": name, **preparation_of(network, 224)}
 
 
 def create_network(

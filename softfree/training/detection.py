@@ -1,13 +1,12 @@
 """Object detection and instance segmentation: settings and recipes, and the task that the engine trains.
 
 Detection.run(settings)                 -> Outcome
-load_detector("OUTPUT/best", device)    -> model, metadata
+Detection.load("OUTPUT/best", device)   -> model, metadata
 """
 
 import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -27,7 +26,6 @@ from softfree.data.detection import (
 from softfree.data.images import collate_training
 from softfree.models.checks import check_at_least, check_grouped, check_model_name
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
-from softfree.training.checkpoint import load_model
 from softfree.training.coco_metrics import CocoMetrics
 from softfree.training.dense import (
     SMALL_BACKBONE,
@@ -187,10 +185,21 @@ class Detection(Task):
         self.eval_data = for_evaluation(data.val, given.short_side, given.max_size)
         self.train_data.transform = train_transform(given.short_sides, given.max_size)
 
-    def build_model(self) -> nn.Module:
-        return build_detector(
-            self.metadata(), backbone_checkpoint=self.settings.backbone.backbone_checkpoint or None
+    @classmethod
+    def build(cls, metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
+        return DETECTORS[metadata["detector"]](
+            metadata["model"],
+            # The background has a class of its own, 0.
+            len(metadata["class_names"]) + 1,
+            # Training pictures arrive resized, by the loading processes.
+            _skip_resize=True,
+            **metadata["arguments"],
+            **kwargs,
         )
+
+    def build_model(self) -> nn.Module:
+        start = self.settings.backbone.backbone_checkpoint
+        return self.build(self.metadata(), backbone_checkpoint=start or None)
 
     def metadata(self) -> dict[str, Any]:
         detector, backbone = self.settings.detector, self.settings.backbone
@@ -303,23 +312,3 @@ def detect(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]
 def to_unit_range(images: Sequence[Tensor]) -> list[Tensor]:
     """8-bit pictures as torchvision's detectors want them: floats from 0 to 1."""
     return [image.float() / 255 for image in images]
-
-
-def build_detector(metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
-    """The detector that a checkpoint's metadata describe, with new weights."""
-    return DETECTORS[metadata["detector"]](
-        metadata["model"],
-        # The background has a class of its own, 0.
-        len(metadata["class_names"]) + 1,
-        # Training pictures arrive resized, by the loading processes.
-        _skip_resize=True,
-        **metadata["arguments"],
-        **kwargs,
-    )
-
-
-def load_detector(
-    path: str | Path, device: torch.device | str = "cpu"
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint folder, ready to use, and its metadata; see :func:`to_unit_range`."""
-    return load_model(path, Detection.name, build_detector, device)

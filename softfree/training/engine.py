@@ -24,21 +24,21 @@ from timm.layers import convert_sync_batchnorm
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from softfree import __version__
+from softfree.data.images import Unreadable
 from softfree.data.resident import Indices
 from softfree.training import checkpoint, distributed
-from softfree.training.devices import autocast, to_device
+from softfree.training.devices import autocast
 from softfree.training.distributed import Agreement, Processes
 from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
+from softfree.training.loading import read_batches
 from softfree.training.logs import EVAL_CSV, TRAIN_CSV, RunLog, Timer, peak_memory_gib
 from softfree.training.sampling import (
     Augmented,
     EvalSampler,
     StepSampler,
     seed_all,
-    short_errors,
     shuffle,
 )
 from softfree.training.schedule import Schedule
@@ -50,7 +50,7 @@ from softfree.training.settings import (
     check_settings,
     settings_to_json,
 )
-from softfree.training.signals import StopRequest, ignore_signals
+from softfree.training.signals import StopRequest
 
 
 class MapData(Protocol):
@@ -106,6 +106,25 @@ class Task(ABC):
         if not outcome.stopped and int(os.environ.get("RANK", 0)) == 0:
             task.finish(outcome)
         return outcome
+
+    @classmethod
+    def build(cls, metadata: dict[str, Any]) -> nn.Module:
+        """The model that a checkpoint's metadata describe, with new weights."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: torch.device | str = "cpu",
+        changes: Mapping[str, Any] | None = None,
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """The model of a checkpoint folder, ready to use, and its metadata.
+
+        ``changes`` are arguments of the model other than in training, such as ``{"landmarks": "conv:49"}``; the
+        weights must fit all the same.
+        """
+        return checkpoint.load_model(path, cls.name, cls.build, device, changes)
 
     def finish(self, outcome: "Outcome") -> None:  # noqa: B027 (most tasks have nothing left to do)
         """What is left to do after the last step, by the main process alone."""
@@ -442,38 +461,22 @@ class _Training:
         return self._read(data, sampler, self.task.collate_eval)
 
     def _read(
-        self, data: MapData, sampler: StepSampler | EvalSampler, collate: Callable[[list[Any]], Any]
+        self, data: Any, sampler: StepSampler | EvalSampler, collate: Callable[[list[Any]], Any]
     ) -> Generator[Any]:
-        """Batches that loading processes read, on the device."""
-        workers = self.run.workers
-        loader: DataLoader = DataLoader(
-            data,  # type: ignore[arg-type]
-            batch_sampler=sampler,
-            collate_fn=collate,
-            num_workers=workers,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=ignore_signals,
-            prefetch_factor=4 if workers else None,
+        return read_batches(
+            data,
+            sampler,
+            collate,
+            self.device,
+            self._note_unreadable,
+            workers=self.run.workers,
+            channels_last=self.run.channels_last,
         )
-        return self._on_device(loader)
 
-    def _on_device(self, loader: DataLoader) -> Generator[Any]:
-        iterator = iter(loader)
-        try:
-            with short_errors():
-                for batch in iterator:
-                    for file in getattr(batch, "unreadable", ()):
-                        self._note_unreadable(file.path, file.reason)
-                    yield to_device(batch, self.device, self.run.channels_last)
-        finally:
-            # An error's traceback keeps the iterator alive, and so its processes, which ignore signals.
-            if self.run.workers:
-                iterator._shutdown_workers()  # type: ignore[attr-defined]
-
-    def _note_unreadable(self, path: str, reason: str) -> None:
-        if path not in self.unreadable:
-            self.unreadable[path] = reason
-            self.log.warn(f"skipped {path}: {reason}")
+    def _note_unreadable(self, file: Unreadable) -> None:
+        if file.path not in self.unreadable:
+            self.unreadable[file.path] = file.reason
+            self.log.warn(f"skipped {file.path}: {file.reason}")
 
     def _autocast(self) -> torch.autocast:
         return autocast(self.optim.amp_dtype, self.device)

@@ -1,7 +1,7 @@
 """The Long Range Arena: settings and recipes, and the task that the engine trains.
 
 LongRange.run(settings)              -> Outcome, and OUTPUT/test.json with the test accuracy
-load_sequence_model("OUTPUT/best")   -> model, metadata
+LongRange.load("OUTPUT/best")        -> model, metadata
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import tyro
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from softfree.data.longrange import (
     TASKS,
@@ -32,10 +31,10 @@ from softfree.models.checks import check_at_least, mistakes_in
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import checkpoint, distributed
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.devices import AmpDtype, autocast, choose_device, to_device
+from softfree.training.devices import AmpDtype, autocast, choose_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task
-from softfree.training.sampling import EvalSampler
+from softfree.training.loading import evaluation_batches
 from softfree.training.settings import Flags, OptimSettings, RunSettings
 
 TEST_RESULT = "test.json"
@@ -191,8 +190,12 @@ class LongRange(Task):
             f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
         )
 
+    @classmethod
+    def build(cls, metadata: dict[str, Any]) -> nn.Module:
+        return build_encoder(metadata["model_kwargs"])
+
     def build_model(self) -> nn.Module:
-        return build_encoder(self.model_kwargs)
+        return self.build(self.metadata())
 
     def collate(self, samples: list[Any]) -> SequenceBatch:
         return self.pad(samples)
@@ -299,17 +302,6 @@ def evaluate_sequences(
     return {"accuracy": 100 * hit / count, "loss": loss_sum / count, "samples": int(count)}
 
 
-def load_sequence_model(
-    path: str | Path, device: torch.device | str = "cpu"
-) -> tuple[SequenceClassifier, dict[str, Any]]:
-    """The model of a checkpoint folder, ready to use, and its metadata."""
-
-    def build(metadata: dict[str, Any]) -> SequenceClassifier:
-        return build_encoder(metadata["model_kwargs"])
-
-    return checkpoint.load_model(path, LongRange.name, build, device)
-
-
 def score_checkpoint(
     path: Path,
     samples: LongRangeDataset,
@@ -320,14 +312,13 @@ def score_checkpoint(
     amp_dtype: AmpDtype = "auto",
 ) -> dict[str, float]:
     """Scores of a checkpoint folder on samples of its task; the processes share them, each counts once."""
-    device = processes.device
-    model, _ = load_sequence_model(path, device)
-    loader: DataLoader = DataLoader(
+    model, metadata = LongRange.load(path, processes.device)
+    batches = evaluation_batches(
         samples,
-        batch_sampler=EvalSampler(len(samples), batch_size, processes.rank, processes.count),
-        collate_fn=PadSequences(model.length),
-        num_workers=workers,
+        PadSequences(metadata["model_kwargs"]["length"]),
+        batch_size,
+        processes,
+        workers=workers,
     )
-    with torch.no_grad(), autocast(amp_dtype, device):
-        batches = (to_device(batch, device) for batch in loader)
+    with torch.no_grad(), autocast(amp_dtype, processes.device):
         return evaluate_sequences(model, batches, processes)

@@ -4,7 +4,6 @@ A key is (epoch, index). The epoch travels with the index to the loading process
 into the next epoch, and a sample's augmentation depends on (seed, epoch, index) alone.
 """
 
-import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Generator, Iterator
@@ -139,18 +138,6 @@ class EvalSampler(Sampler[list[int]]):
         """The same batches as indices on a device."""
         for indices in self:
             yield torch.tensor(indices, device=device)
-
-
-@contextlib.contextmanager
-def short_errors() -> Iterator[None]:
-    """Around a loop over a loader: an error of a loading process without that process's traceback."""
-    try:
-        yield
-    except ValueError as error:
-        traceback, _, message = str(error).strip().rpartition("\nValueError: ")
-        if not traceback:
-            raise
-        raise ValueError(message) from None
 
 
 def seed_all(*key: int) -> None:

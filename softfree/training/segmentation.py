@@ -1,12 +1,11 @@
 """Semantic segmentation: settings and recipes, and the task that the engine trains.
 
 Segmentation.run(settings)               -> Outcome
-load_segmenter("OUTPUT/best", device)    -> model, metadata
+Segmentation.load("OUTPUT/best", device) -> model, metadata
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -28,7 +27,6 @@ from softfree.data.segmentation import (
 )
 from softfree.models.checks import check_at_least, check_model_name
 from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
-from softfree.training.checkpoint import load_model
 from softfree.training.classification import Normalize
 from softfree.training.dense import (
     SMALL_BACKBONE,
@@ -170,10 +168,15 @@ class Segmentation(Task):
         self.eval_data.transform = EvalTransform(short_side)
         self.normalize = Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 
-    def build_model(self) -> nn.Module:
-        return build_segmenter(
-            self.metadata(), backbone_checkpoint=self.settings.backbone.backbone_checkpoint or None
+    @classmethod
+    def build(cls, metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
+        return upernet(
+            metadata["model"], len(metadata["class_names"]), **metadata["arguments"], **kwargs
         )
+
+    def build_model(self) -> nn.Module:
+        start = self.settings.backbone.backbone_checkpoint
+        return self.build(self.metadata(), backbone_checkpoint=start or None)
 
     def metadata(self) -> dict[str, Any]:
         backbone = self.settings.backbone
@@ -276,17 +279,3 @@ def _cross_entropy(logits: Tensor, classes: Tensor) -> Tensor:
     """Mean over the pixels that have a class; 0 where none has, of which a plain mean makes NaN."""
     total = F.cross_entropy(logits, classes, ignore_index=IGNORE, reduction="sum")
     return total / (classes != IGNORE).sum().clamp(min=1)
-
-
-def build_segmenter(metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
-    """The network that a checkpoint's metadata describe, with new weights."""
-    return upernet(
-        metadata["model"], len(metadata["class_names"]), **metadata["arguments"], **kwargs
-    )
-
-
-def load_segmenter(
-    path: str | Path, device: torch.device | str = "cpu"
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint folder, ready to use, and its metadata."""
-    return load_model(path, Segmentation.name, build_segmenter, device)

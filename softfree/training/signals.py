@@ -6,7 +6,7 @@ from typing import Any
 
 
 class StopRequest:
-    """SIGTERM and Ctrl-C as a wish that the loop grants after the step; a second Ctrl-C stops at once."""
+    """Notes SIGTERM and Ctrl-C, so that the loop can stop after the step; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -24,9 +24,3 @@ class StopRequest:
         if number == self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
-
-
-def ignore_signals(worker: int) -> None:
-    """Loading processes live as long as the loop: Ctrl-C reaches them, too, but is not meant for them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -15,7 +15,9 @@ pytest.importorskip("torchmetrics")
 
 import softfree.data.detection
 import softfree.data.segmentation
-from softfree.commands import _predict_dense, check_data, predict, train, validate
+from softfree.commands import check_data, predict, train, validate
+from softfree.commands.predict.detector import ObjectDetector
+from softfree.commands.predict.drawing import LETTERS, colour
 from softfree.data.coco import shape_annotations
 from softfree.data.shapes import CLASSES, draw_shapes
 
@@ -49,7 +51,7 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     table = tmp_path / "scores.csv"
     best = ["--checkpoint", str(out / "best")]
     assert validate.main(
-        ["detection", *best, "--workers", "0", "--results-file", str(table)]
+        ["detection", *best, "--workers", "0", "--csv", str(table)]
     ) == 0  # fmt: skip
     rows = list(csv.DictReader(table.open()))
     assert [row["kind"] for row in rows] == (
@@ -79,21 +81,21 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
         predict.main([str(picture), *best, "--min-score", "7"])
 
     # Beyond the longest side of the training, too.
-    told = _predict_dense.ObjectDetector(out / "best", torch.device("cpu"), 320, 5)
+    told = ObjectDetector(out / "best", torch.device("cpu"), 320, 5)
     seen, _ = told.model.transform([torch.zeros(3, 96, 96)])
     assert seen.image_sizes == [(320, 320)]
 
 
 def test_a_label_at_the_right_edge_is_drawn_whole(tmp_path):
-    detector = _predict_dense.ObjectDetector.__new__(_predict_dense.ObjectDetector)
+    detector = ObjectDetector.__new__(ObjectDetector)
     detector.class_names = ["background", "square"]
     [entry] = result = [{"label": "square", "score": 0.9, "box": [460.0, 100.0, 479.0, 140.0]}]
     detector.draw(tmp_path / "a.png", Image.new("RGB", (480, 480)), {"objects": result})
     # The line above the letters has the colour of the box, over the whole label.
-    row = np.asarray(Image.open(tmp_path / "a.png"))[100 - _predict_dense.LETTERS - 4]
+    row = np.asarray(Image.open(tmp_path / "a.png"))[100 - LETTERS - 4]
     label = f"{entry['label']} {entry['score']:.0%}"
-    width = ImageFont.load_default(_predict_dense.LETTERS).getlength(label)
-    assert (row == _predict_dense.colour(1)).all(-1).sum() > width
+    width = ImageFont.load_default(LETTERS).getlength(label)
+    assert (row == colour(1)).all(-1).sum() > width
 
 
 def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
@@ -117,8 +119,6 @@ def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
 
 
 def test_a_detector_drawn_shows_its_boxes_in_their_place(tmp_path, picture):
-    from softfree.commands._predict_dense import ObjectDetector, colour
-
     detector = object.__new__(ObjectDetector)
     detector.class_names = ["background", "circle"]
     result = {"objects": [{"label": "circle", "score": 0.9, "box": [30.0, 40.0, 80.0, 90.0]}]}
@@ -317,7 +317,5 @@ def test_the_lines_of_a_training_fit_in_80_columns(tmp_path, monkeypatch, capsys
 
 
 def test_colours_differ_between_classes():
-    from softfree.commands._predict_dense import colour
-
     assert len({colour(index) for index in range(21)}) == 21
     assert torch.tensor([colour(i) for i in range(150)]).max() <= 255

@@ -8,7 +8,7 @@ from PIL import Image
 
 import softfree_cli
 from softfree.models import export
-from softfree.training.checkpoint import load_for_inference
+from softfree.training.tasks import load_for_inference
 
 from .checkpoints import classifier_checkpoint
 

@@ -1,6 +1,5 @@
 """`softfree predict`: files, folders and patterns in; a table, JSON lines and drawings out."""
 
-import importlib
 import json
 import re
 
@@ -12,7 +11,7 @@ from softfree.analysis.pictures import landscape
 from softfree.analysis.predictions import draw_classes
 from softfree.commands import predict, train
 from softfree.data import load_images, open_image
-from softfree.training.classification import Normalize, eval_transform, load_classifier
+from softfree.training.classification import Classification, Normalize, eval_transform
 
 TINY = ["embed_dims=32,32,32,32", "num_heads=1,1,1,1", "depths=1,1,1,1"]
 
@@ -61,7 +60,7 @@ def test_json_lines_hold_the_likeliest_classes_of_the_models_own_logits(
     paths = [pictures / "a.png", pictures / "b [1].png"]
     paths += [pictures / "deeper" / "a.png", pictures / "deeper" / "wide.jpg"]
     assert [result["path"] for result in results] == list(map(str, paths))
-    model, metadata = load_classifier(checkpoint)
+    model, metadata = Classification.load(checkpoint)
     prepare, normalize = eval_transform(metadata), Normalize(metadata["mean"], metadata["std"])
     for path, result in zip(paths, results, strict=True):
         with torch.no_grad():
@@ -182,8 +181,7 @@ def test_wrong_options_are_refused(checkpoint, pictures, tmp_path):
 
 @pytest.mark.parametrize("task", predict.PREDICTORS)
 def test_every_task_has_a_predictor(task):
-    module, kind = predict.PREDICTORS[task]
-    offered = dir(getattr(importlib.import_module(module), kind))
+    offered = dir(predict.PREDICTORS[task])
     assert {"titles", "predict", "cells", "draw"} <= set(offered)
 
 

@@ -13,9 +13,9 @@ from PIL import Image
 
 import softfree_cli
 from softfree.commands import train
-from softfree.training.checkpoint import load_for_inference
 from softfree.training.classification import Classification
 from softfree.training.guard import NonFiniteError
+from softfree.training.tasks import load_for_inference
 
 SMALL = ["--img-size", "32", "--workers", "0", "--device", "cpu", "--batch-size", "4"]
 SMALL += ["--model-kwargs", "embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1"]

@@ -31,7 +31,7 @@ def run(*argv):
 
 def test_scores_are_those_of_the_run_and_reach_the_file(trained, tmp_path, capsys):
     file = tmp_path / "new" / "r.csv"
-    argv = ["--checkpoint", trained / "best", "--img-size", 32, 64, "--results-file", file]
+    argv = ["--checkpoint", trained / "best", "--img-size", 32, 64, "--csv", file]
     assert run(*argv, "--batch-size", 50) == 0
     with file.open(newline="") as stream:
         first, second = csv.DictReader(stream)
@@ -56,7 +56,7 @@ def test_arguments_of_the_model_may_differ_from_the_training(trained, tmp_path):
     losses = []
     for kwargs in ([], ["--model-kwargs", "landmarks=conv:1"]):
         file = tmp_path / f"{len(losses)}.csv"
-        argv = ["--checkpoint", trained / "best", "--img-size", 96, "--results-file", file]
+        argv = ["--checkpoint", trained / "best", "--img-size", 96, "--csv", file]
         assert run(*argv, *kwargs) == 0
         with file.open(newline="") as stream:
             losses.append(next(csv.DictReader(stream))["loss"])
@@ -110,6 +110,17 @@ def test_arguments_that_can_not_be_meant_give_one_clear_line(trained, capsys, ar
     assert run("--checkpoint", trained / "best", *argv) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
+
+
+def test_the_checkpoint_says_of_which_task_it_is(trained, capsys):
+    argv = ["--checkpoint", str(trained / "best"), "--device", "cpu", "--workers", "0"]
+    assert softfree_cli.main(["validate", *argv]) == 0
+    found = capsys.readouterr().out
+    assert softfree_cli.main(["validate", "classification", *argv]) == 0
+    named = capsys.readouterr().out
+    assert found.split()[:-1] == named.split()[:-1]  # all but the speed
+    assert softfree_cli.main(["validate", "detection", *argv]) == 2
+    assert "is a checkpoint of classification, not of detection" in capsys.readouterr().err
 
 
 def test_a_task_that_is_none_gets_advice(capsys):

@@ -6,9 +6,13 @@ import sys
 
 import pytest
 
-from softfree.commands._validate_longrange import longrange
+from softfree.commands.validate.longrange import ValidateLongRange
 from softfree.training.longrange import LongRange
 from softfree.training.settings import resolve
+
+
+def validate(checkpoint, **options):
+    return ValidateLongRange(checkpoint=checkpoint, device="cpu", **options).run()
 
 
 @pytest.fixture
@@ -23,7 +27,7 @@ def output(tmp_path):
 def test_the_score_is_that_of_the_training(output, capsys):
     expected = json.loads((output / "test.json").read_text())
     # Another batch is padded differently, and must not matter.
-    assert longrange(output / "best", batch_size=1, workers=0, device="cpu") == 0
+    assert validate(output / "best", batch_size=1, workers=0) == 0
     out = capsys.readouterr().out
     assert f"accuracy {expected['accuracy']:.2f}%" in out and "5 samples" in out
     assert f"loss {expected['loss']:.4f}" in out
@@ -31,7 +35,7 @@ def test_the_score_is_that_of_the_training(output, capsys):
 
 def test_fewer_processes_than_none_are_refused_by_their_flag(tmp_path):
     with pytest.raises(ValueError, match="--workers must be at least 0, got -1"):
-        longrange(tmp_path, workers=-1)
+        validate(tmp_path, workers=-1)
 
 
 @pytest.mark.slow
@@ -43,15 +47,15 @@ def test_two_processes_share_the_samples_and_say_what_one_says(output, capsys):
         [*command, "--device", "cpu"], check=True, timeout=600, capture_output=True, text=True
     )
     capsys.readouterr()
-    longrange(output / "best", workers=0, device="cpu")
+    validate(output / "best", workers=0)
     expected = capsys.readouterr().out
     assert "5 samples" in expected
     assert result.stdout == expected
 
 
 def test_dev_samples_are_other_samples(output, capsys):
-    longrange(output / "best", workers=0, device="cpu")
-    longrange(output / "best", split="dev", workers=0, device="cpu")
+    validate(output / "best", workers=0)
+    validate(output / "best", split="dev", workers=0)
     test, dev = (line for line in capsys.readouterr().out.splitlines() if "accuracy" in line and "listops " in line)  # fmt: skip
     assert "listops test" in test and "listops dev" in dev
     assert test.partition("loss")[2] != dev.partition("loss")[2]
@@ -59,9 +63,9 @@ def test_dev_samples_are_other_samples(output, capsys):
 
 def test_a_folder_without_a_checkpoint_is_named(output, tmp_path):
     with pytest.raises(ValueError, match="did you mean"):
-        longrange(output, device="cpu")
+        validate(output)
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        longrange(tmp_path / "none", device="cpu")
+        validate(tmp_path / "none")
 
 
 def test_a_checkpoint_of_another_task_is_named(tmp_path):
@@ -69,4 +73,4 @@ def test_a_checkpoint_of_another_task_is_named(tmp_path):
     (tmp_path / "settings.json").write_text('{"detector": {}}')
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match="is a checkpoint of detection, not of longrange"):
-        longrange(tmp_path, device="cpu")
+        validate(tmp_path)

@@ -11,8 +11,9 @@ import timm
 import torch
 
 from softfree.models.metadata import argument_names, check_arguments, check_buildable, parse_json
-from softfree.training.checkpoint import load_for_inference, read_metadata
-from softfree.training.classification import create_network, load_classifier
+from softfree.training.checkpoint import read_metadata
+from softfree.training.classification import Classification, create_network
+from softfree.training.tasks import load_for_inference
 from tests.commands.checkpoints import classifier_checkpoint
 
 FORBIDDEN = {
@@ -106,7 +107,7 @@ def test_a_network_larger_than_its_weights_takes_no_memory(checkpoint, monkeypat
         lambda *a, **k: devices.append(torch.get_default_device().type) or create(*a, **k),
     )
     with pytest.raises(ValueError, match="holds weights of another architecture"):
-        load_classifier(checkpoint)
+        Classification.load(checkpoint)
     assert set(devices) == {"meta"}
 
 

@@ -15,13 +15,13 @@ from softfree.training.checkpoint import (
     CheckpointWriteError,
     check_fits,
     check_same_run,
-    load_for_inference,
     locate,
     read_checkpoint,
     read_state,
     recover,
     write_checkpoint,
 )
+from softfree.training.tasks import load_for_inference
 
 
 def write(folder, value, **more):

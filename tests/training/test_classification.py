@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from softfree.data.images import Batch, Unreadable
-from softfree.training.checkpoint import load_for_inference, read_weights
+from softfree.training.checkpoint import read_weights
 from softfree.training.classification import (
     AugmentSettings,
     Classification,
@@ -22,7 +22,6 @@ from softfree.training.classification import (
     eval_transform,
     evaluate_classifier,
     freeze,
-    load_classifier,
     load_pretrained,
     smoothed_cross_entropy,
 )
@@ -30,6 +29,7 @@ from softfree.training.distributed import Processes
 from softfree.training.engine import train
 from softfree.training.sampling import seed_all
 from softfree.training.settings import OptimSettings, RunSettings
+from softfree.training.tasks import load_for_inference
 
 SMALL = ("embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1", "mlp_ratio=1.0")
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -54,7 +54,7 @@ def trained(tmp_path_factory):
 
 
 def test_a_checkpoint_is_enough_to_use_the_model(trained):
-    model, metadata = load_classifier(trained / "best")
+    model, metadata = Classification.load(trained / "best")
     assert metadata["class_names"] == [str(digit) for digit in range(10)]
     assert metadata["model_kwargs"]["embed_dims"] == [16, 16, 16, 16]
     task = Classification(settings())
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_enough_to_use_the_model(trained):
 
 
 def test_scores_of_the_loaded_model_are_those_of_the_run(trained):
-    model, _ = load_classifier(trained / "best")
+    model, _ = Classification.load(trained / "best")
     task = Classification(settings())
     items = [task.eval_data[index] for index in range(len(task.eval_data))]
     batches = [task.collate_eval(items[:100]), task.collate_eval(items[100:])]
@@ -175,7 +175,7 @@ def test_pictures_on_the_device_refuse_what_is_done_on_the_cpu():
 
 def test_positions_can_be_laid_out_for_another_size_and_a_checkpoint_remembers_it(tmp_path):
     Classification.run(settings(tmp_path, model={"positions_at": 64}))
-    model, metadata = load_classifier(tmp_path / "best")
+    model, metadata = Classification.load(tmp_path / "best")
     assert metadata["img_size"] == 32
     assert model.stages[0].pos_embed.weight.shape[1] == (64 // 4) ** 2
     others = Classification(
@@ -227,7 +227,7 @@ def test_mixup_refuses_odd_batches():
 
 def test_fine_tuning_takes_the_body_and_a_new_head(trained):
     kwargs = dict(embed_dims=(16,) * 4, num_heads=(1,) * 4, depths=(1,) * 4, mlp_ratio=1.0)
-    source, _ = load_classifier(trained / "best")
+    source, _ = Classification.load(trained / "best")
     same = create_network("softpp_tiny", 10, 32, kwargs)
     assert load_pretrained(same, trained / "best", "softpp_tiny")
     assert torch.equal(same.head.weight, source.head.weight)
@@ -260,11 +260,11 @@ def test_frozen_parameters_stay_and_the_others_move(tmp_path):
     task_settings = settings(tmp_path, model={"freeze": ("stem.*", "stages.0.*")})
     torch.manual_seed(0)
     Classification.run(task_settings)
-    moved, _ = load_classifier(tmp_path / "last")
+    moved, _ = Classification.load(tmp_path / "last")
     still = dataclasses.replace(task_settings, optim=OptimSettings(batch_size=16, steps=1, lr=0.0))
     still = dataclasses.replace(still, run=dataclasses.replace(still.run, output=tmp_path / "0"))
     Classification.run(still)
-    start, _ = load_classifier(tmp_path / "0" / "last")
+    start, _ = Classification.load(tmp_path / "0" / "last")
     for (name, before), after in zip(start.named_parameters(), moved.parameters(), strict=True):
         frozen = name.startswith(("stem.", "stages.0."))
         assert torch.equal(before, after) == frozen, name

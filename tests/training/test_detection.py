@@ -15,7 +15,6 @@ from softfree.training.detection import (
     DetectionSettings,
     detect,
     for_evaluation,
-    load_detector,
 )
 from softfree.training.distributed import Processes
 from softfree.training.engine import train
@@ -75,7 +74,7 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path, detecto
     outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
     assert outcome.position.step == 3
     assert task.metric in outcome.scores
-    model, metadata = load_detector(tmp_path / "out" / "best")
+    model, metadata = Detection.load(tmp_path / "out" / "best")
     assert metadata["class_names"] == ["circle", "square", "triangle", "star", "cross"]
     assert metadata["detector"] == detector
     batches = [task.collate_eval([task.eval_data[index] for index in range(3)])]
@@ -138,8 +137,8 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
         (full, dataclasses.replace(parts, resume="auto")),
     ):
         train(Detection(settings, shapes()), optim, run, "{}")
-    one, _ = load_detector(tmp_path / "straight" / "last")
-    other, _ = load_detector(tmp_path / "parts" / "last")
+    one, _ = Detection.load(tmp_path / "straight" / "last")
+    other, _ = Detection.load(tmp_path / "parts" / "last")
     for name, tensor in one.state_dict().items():
         torch.testing.assert_close(tensor, other.state_dict()[name], msg=name)
 
@@ -228,7 +227,7 @@ def test_a_checkpoint_of_another_task_is_refused(tmp_path):
     path = tmp_path / "out" / "best" / "metadata.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "task": "classification"}))
     with pytest.raises(ValueError, match="is a checkpoint of classification, not of detection"):
-        load_detector(path.parent)
+        Detection.load(path.parent)
 
 
 @pytest.mark.parametrize(

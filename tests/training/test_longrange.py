@@ -9,7 +9,7 @@ import softfree_cli
 from softfree.data.longrange import TASKS, PadSequences
 from softfree.layers import ATTENTIONS
 from softfree.training.checkpoint import read_weights
-from softfree.training.longrange import RECIPES, LongRange, load_sequence_model
+from softfree.training.longrange import RECIPES, LongRange
 from softfree.training.settings import resolve
 
 QUICK = ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1", "--mlp-dim", "16"]
@@ -97,7 +97,7 @@ def test_a_model_learns_and_its_checkpoint_gives_the_test_accuracy_again(
     assert outcome.position.step == 60
     result = json.loads((tmp_path / "out" / "test.json").read_text())
     assert result["accuracy"] == 100 and result["samples"] == 32
-    model, metadata = load_sequence_model(tmp_path / "out" / "best")
+    model, metadata = LongRange.load(tmp_path / "out" / "best")
     assert metadata["class_names"] == ["negative", "positive"]
     assert metadata["model_kwargs"]["attention"] == attention
     test = LongRange(settings).data.test
@@ -198,4 +198,4 @@ def test_a_checkpoint_of_another_task_is_refused(reviews, tmp_path):
     path = tmp_path / "out" / "best" / "metadata.json"
     path.write_text(path.read_text().replace('"task": "longrange"', '"task": "classification"'))
     with pytest.raises(ValueError, match="is a checkpoint of classification, not of longrange"):
-        load_sequence_model(tmp_path / "out" / "best")
+        LongRange.load(tmp_path / "out" / "best")

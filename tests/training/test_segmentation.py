@@ -18,7 +18,6 @@ from softfree.training.segmentation import (
     Segmentation,
     SegmentationSettings,
     evaluate_segmenter,
-    load_segmenter,
     predict_classes,
 )
 from softfree.training.settings import override, settings_to_json
@@ -63,7 +62,7 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path):
     settings = tiny(tmp_path)
     task = Segmentation(settings, shapes())
     outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
-    model, metadata = load_segmenter(tmp_path / "out" / "best")
+    model, metadata = Segmentation.load(tmp_path / "out" / "best")
     assert metadata["class_names"][0] == "ground"
     batches = [task.collate_eval([task.eval_data[index]]) for index in range(3)]
     with torch.no_grad():

@@ -33,8 +33,10 @@ def resolution(
         output: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
-    from softfree.commands.validate import load_network, score, trained_on
+    from softfree.commands.validate.base import check_classes
     from softfree.data.images import load_images
+    from softfree.training.checkpoint import data_settings
+    from softfree.training.classification import Classification, score_classifier
     from softfree.training.distributed import join_processes
 
     check_figure("--output", output)
@@ -45,20 +47,28 @@ def resolution(
     trained: dict[str, int] = {}
     with join_processes(device) as processes:
         for path in checkpoint:
-            given = (data_dir, dataset) if data_dir is not None or dataset else trained_on(path)
-            data = load_images(given[0], dataset=given[1])
-            network, metadata = load_network(path, "", data.class_names, processes.device, {})
+            network, metadata = Classification.load(path, processes.device)
+            trained_on = data_settings(path)
+            data = (
+                load_images(data_dir, dataset=dataset)
+                if data_dir is not None or dataset
+                else load_images(trained_on["data_dir"], dataset=trained_on["dataset"])
+            )
+            check_classes(path, metadata["class_names"], data.class_names)
             title = f"{checkpoint_title(path)} ({metadata['model']})"
             trained[title] = metadata["img_size"]
-            curves[title] = [
-                (
+            curves[title] = []
+            for size in sorted(set(img_size)):
+                scores, _ = score_classifier(
+                    network,
+                    metadata,
+                    data.val,
                     size,
-                    score(
-                        network, metadata, data.val, size, batch_size, workers, "auto", processes
-                    )["top1"],
+                    processes,
+                    batch_size=batch_size,
+                    workers=workers,
                 )
-                for size in sorted(set(img_size))
-            ]
+                curves[title].append((size, scores["top1"]))
         if processes.main:
             print_table(curves)
             save_figure(draw_resolution(curves, trained), output)

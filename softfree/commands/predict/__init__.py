@@ -1,140 +1,37 @@
 """Say what is in pictures, with a model that `softfree train` wrote."""
 
 import glob
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol
+from typing import IO, Annotated, Any
 
 import torch
 import tyro
-from PIL import Image
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions
+from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.progress import track
-from rich.text import Text
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from softfree.commands.common import check_output, check_positive, make_table
+from softfree.commands.predict.base import Predictor
+from softfree.commands.predict.classifier import ONNX, Classifier
+from softfree.commands.predict.detector import ObjectDetector
+from softfree.commands.predict.segmenter import Segmenter
 from softfree.data.images import EXTENSIONS, ImageFiles, Unreadable, image_files, open_image
 from softfree.models.export import load_onnx
-from softfree.models.metadata import PICTURES, check_fields
 from softfree.training.checkpoint import read_metadata
-from softfree.training.classification import Normalize, eval_transform, load_classifier
 from softfree.training.devices import choose_device
 
 MAX_LISTED = 10
-LISTED = 5  # of a picture in the table, if nothing is said
 MOST_WORKERS = 8
-ONNX = ".onnx"
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Entries for a cell of a table, with commas; rows end after an entry, not within one."""
-
-    entries: Sequence[str]
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, Text(", ".join(self.entries)))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        rows: list[str] = []
-        for number, entry in enumerate(self.entries, start=1):
-            text = entry + "," * (number < len(self.entries))
-            if rows and cell_len(f"{rows[-1]} {text}") <= options.max_width:
-                rows[-1] += f" {text}"
-            else:
-                rows.append(text)
-        yield Text("\n".join(rows), overflow="fold")
-
-
-class Predictor(Protocol):
-    """What a task does with a picture. PREDICTORS has one for each task of a checkpoint."""
-
-    titles: Sequence[str]
-
-    def prepare(self, picture: Image.Image, /) -> Any:
-        """The model's input; runs in a worker process, so what it needs must travel there."""
-
-    def predict(self, inputs: list[Any]) -> list[dict[str, Any]]:
-        """A result for each input, of what JSON can hold."""
-
-    def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
-        """The result for people, one cell for each of ``titles``."""
-
-    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
-        """Write a picture of the result."""
-
-
-class Classifier:
-    """The likeliest classes of a picture."""
-
-    titles: Sequence[str] = ("likeliest", "probability", "then")
-
-    def __init__(
-        self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int | None = None
-    ):
-        self.model, metadata = (
-            load_onnx(checkpoint)
-            if checkpoint.suffix == ONNX
-            else load_classifier(checkpoint, device)
-        )
-        check_fields(checkpoint, metadata, ("class_names", *PICTURES))
-        self.device = device
-        self.class_names = metadata["class_names"]
-        self.topk = min(topk or LISTED, len(self.class_names))
-        self.normalize = Normalize(metadata["mean"], metadata["std"])
-        self.prepare: Callable[[Image.Image], Tensor] = eval_transform(metadata, img_size)
-        # Networks of a fixed size can be told another; ours take any.
-        set_size: Callable[..., None] | None = getattr(self.model, "set_input_size", None)
-        if img_size is not None and set_size is not None:
-            set_size(img_size=img_size)
-
-    def predict(self, inputs: list[Tensor]) -> list[dict[str, Any]]:
-        images = torch.stack(inputs).to(self.device)
-        with torch.inference_mode():
-            chances = self.model(self.normalize(images)).float().softmax(-1).topk(self.topk)
-        return [
-            {
-                "predictions": [
-                    {"label": self.class_names[index], "index": index, "probability": chance}
-                    for chance, index in zip(*row, strict=True)
-                ]
-            }
-            for row in zip(chances.values.tolist(), chances.indices.tolist(), strict=True)
-        ]
-
-    def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
-        best, *others = result["predictions"]
-        then = Listing([f"{p['label']} {p['probability']:.1%}" for p in others])
-        return f"[bold]{escape(best['label'])}[/]", f"{best['probability']:.1%}", then
-
-    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
-        from softfree.analysis.predictions import draw_classes
-
-        predictions = result["predictions"]
-        draw_classes(
-            path,
-            picture,
-            [p["label"] for p in predictions],
-            [p["probability"] for p in predictions],
-        )
-
-
-# By the task of a checkpoint: a class made with its folder, the device, --img-size and --topk. By name, since
-# what one task imports takes seconds.
-PREDICTORS = {
-    "classification": (__name__, "Classifier"),
-    "detection": ("softfree.commands._predict_dense", "ObjectDetector"),
-    "segmentation": ("softfree.commands._predict_dense", "Segmenter"),
+# By the task of a checkpoint: made with its folder, the device, --img-size and --topk.
+PREDICTORS: dict[str, Callable[..., Predictor]] = {
+    "classification": Classifier,
+    "detection": ObjectDetector,
+    "segmentation": Segmenter,
 }
 
 
@@ -196,9 +93,7 @@ def predict(
         if not 0 <= min_score <= 1:
             raise ValueError(f"--min-score must be from 0 to 1, got {min_score:g}")
         options["min_score"] = min_score
-    module, kind = PREDICTORS[task]
-    create: Callable[..., Predictor] = getattr(importlib.import_module(module), kind)
-    predictor = create(source, where, img_size, topk, **options)
+    predictor = PREDICTORS[task](source, where, img_size, topk, **options)
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)

@@ -1,0 +1,52 @@
+"""What `softfree predict` asks of a task, and how a result is listed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
+from rich.text import Text
+
+LISTED = 5  # of a picture in the table, if nothing is said
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Entries for a cell of a table, with commas; rows end after an entry, not within one."""
+
+    entries: Sequence[str]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, Text(", ".join(self.entries)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        rows: list[str] = []
+        for number, entry in enumerate(self.entries, start=1):
+            text = entry + "," * (number < len(self.entries))
+            if rows and cell_len(f"{rows[-1]} {text}") <= options.max_width:
+                rows[-1] += f" {text}"
+            else:
+                rows.append(text)
+        yield Text("\n".join(rows), overflow="fold")
+
+
+class Predictor(Protocol):
+    """What a task does with a picture. PREDICTORS has one for each task of a checkpoint."""
+
+    titles: Sequence[str]
+
+    def prepare(self, picture: Image.Image, /) -> Any:
+        """The model's input; runs in a worker process, so what it needs must travel there."""
+
+    def predict(self, inputs: list[Any]) -> list[dict[str, Any]]:
+        """A result for each input, of what JSON can hold."""
+
+    def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
+        """The result for people, one cell for each of ``titles``."""
+
+    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+        """Write a picture of the result."""

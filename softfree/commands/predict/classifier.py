@@ -1,0 +1,74 @@
+"""What `softfree predict` does with classifiers, of a checkpoint or an ONNX file."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.markup import escape
+from torch import Tensor
+
+from softfree.analysis.predictions import draw_classes
+from softfree.commands.predict.base import LISTED, Listing
+from softfree.models.export import load_onnx
+from softfree.models.metadata import PICTURES, check_fields
+from softfree.training.classification import (
+    Classification,
+    Normalize,
+    eval_transform,
+    set_input_size,
+)
+
+ONNX = ".onnx"
+
+
+class Classifier:
+    """The likeliest classes of a picture."""
+
+    titles: Sequence[str] = ("likeliest", "probability", "then")
+
+    def __init__(
+        self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int | None = None
+    ):
+        self.model, metadata = (
+            load_onnx(checkpoint)
+            if checkpoint.suffix == ONNX
+            else Classification.load(checkpoint, device)
+        )
+        check_fields(checkpoint, metadata, ("class_names", *PICTURES))
+        self.device = device
+        self.class_names = metadata["class_names"]
+        self.topk = min(topk or LISTED, len(self.class_names))
+        self.normalize = Normalize(metadata["mean"], metadata["std"])
+        self.prepare: Callable[[Image.Image], Tensor] = eval_transform(metadata, img_size)
+        if img_size is not None:
+            set_input_size(self.model, img_size)
+
+    def predict(self, inputs: list[Tensor]) -> list[dict[str, Any]]:
+        images = torch.stack(inputs).to(self.device)
+        with torch.inference_mode():
+            chances = self.model(self.normalize(images)).float().softmax(-1).topk(self.topk)
+        return [
+            {
+                "predictions": [
+                    {"label": self.class_names[index], "index": index, "probability": chance}
+                    for chance, index in zip(*row, strict=True)
+                ]
+            }
+            for row in zip(chances.values.tolist(), chances.indices.tolist(), strict=True)
+        ]
+
+    def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
+        best, *others = result["predictions"]
+        then = Listing([f"{p['label']} {p['probability']:.1%}" for p in others])
+        return f"[bold]{escape(best['label'])}[/]", f"{best['probability']:.1%}", then
+
+    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+        predictions = result["predictions"]
+        draw_classes(
+            path,
+            picture,
+            [p["label"] for p in predictions],
+            [p["probability"] for p in predictions],
+        )

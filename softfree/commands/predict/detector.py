@@ -1,0 +1,104 @@
+"""What `softfree predict` does with detectors."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torchvision.utils import draw_segmentation_masks
+
+from softfree.commands.predict.base import LISTED, Listing
+from softfree.commands.predict.drawing import LETTERS, OPACITY, colour, enlarged, masks_at, save
+from softfree.data.coco import encode_masks
+from softfree.training.coco_metrics import MASK_THRESHOLD
+from softfree.training.detection import Detection, detect
+
+
+class ObjectDetector:
+    """Boxes, labels and scores, and masks where the detector gives them."""
+
+    titles: Sequence[str] = ("objects", "most certain")
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        device: torch.device,
+        img_size: int | None,
+        topk: int | None = None,
+        min_score: float = 0.5,
+    ):
+        self.model, metadata = Detection.load(checkpoint, device)
+        self.min_score = min_score
+        self.device = device
+        self.class_names = ["background", *metadata["class_names"]]
+        self.topk = topk
+        if img_size is not None:
+            # The longest side that the model sees grows with the shortest, or it would hold it down.
+            arguments, transform = metadata["arguments"], self.model.transform
+            transform.min_size = (img_size,)  # type: ignore[union-attr]
+            transform.max_size = round(img_size * arguments["max_size"] / arguments["min_size"])  # type: ignore[union-attr]
+
+    def prepare(self, picture: Image.Image) -> Tensor:
+        return pil_to_tensor(picture)
+
+    def predict(self, inputs: list[Tensor]) -> list[dict[str, Any]]:
+        with torch.inference_mode():
+            detections = detect(self.model, [image.to(self.device) for image in inputs])
+        return [self._result(found) for found in detections]
+
+    def _result(self, found: dict[str, Tensor]) -> dict[str, Any]:
+        sure = (found["scores"] >= self.min_score) & (found["labels"] > 0)
+        objects: list[dict[str, Any]] = [
+            {"label": self.class_names[label], "score": score, "box": box}
+            for label, score, box in zip(
+                found["labels"][sure].tolist(),
+                found["scores"][sure].tolist(),
+                found["boxes"][sure].tolist(),
+                strict=True,
+            )
+        ]
+        if "masks" in found:
+            codes = encode_masks(found["masks"][sure, 0] > MASK_THRESHOLD)
+            for entry, code in zip(objects, codes, strict=True):
+                entry["mask"] = code
+        # The most certain come first.
+        return {"objects": objects[: self.topk]}
+
+    def cells(self, result: dict[str, Any]) -> Sequence[Listing]:
+        objects = result["objects"]
+        counts = Counter(entry["label"] for entry in objects)
+        found = [f"{count} {label}" for label, count in counts.most_common()]
+        best = objects[: self.topk or LISTED]
+        return (
+            Listing(found or ["none"]),
+            Listing([f"{entry['label']} {entry['score']:.0%}" for entry in best]),
+        )
+
+    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+        objects = result["objects"]
+        drawn = pil_to_tensor(enlarged(picture))
+        colours = [colour(self.class_names.index(entry["label"])) for entry in objects]
+        if objects and "mask" in objects[0]:
+            masks = masks_at([entry["mask"] for entry in objects], drawn)
+            # torchvision blackens what several masks claim: leave it to the most certain, which come first.
+            masks &= masks.int().cumsum(0) == 1
+            drawn = draw_segmentation_masks(drawn, masks, OPACITY, colours)
+        page = to_pil_image(drawn)
+        pen, font = ImageDraw.Draw(page), ImageFont.load_default(LETTERS)
+        scale = page.width / picture.width
+        # The most certain are drawn last, on top.
+        for entry, fill in reversed(list(zip(objects, colours, strict=True))):
+            box = [scale * number for number in entry["box"]]
+            pen.rectangle(box, outline=fill, width=3)
+            label = f"{entry['label']} {entry['score']:.0%}"
+            # Above the box, or inside where there is no room above.
+            top, width = max(0.0, box[1] - LETTERS - 4), font.getlength(label) + 6
+            # Within the picture, also where the box begins at its right edge.
+            left = max(0.0, min(box[0], page.width - width))
+            pen.rectangle((left, top, left + width, top + LETTERS + 4), fill=fill)
+            pen.text((left + 3, top), label, "white", font)
+        save(path, page)

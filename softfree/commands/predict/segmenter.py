@@ -1,0 +1,84 @@
+"""What `softfree predict` does with segmentation networks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_image
+from torchvision.utils import draw_segmentation_masks
+
+from softfree.commands.predict.base import LISTED, Listing
+from softfree.commands.predict.drawing import (
+    OPACITY,
+    colour,
+    enlarged,
+    masks_at,
+    save,
+    with_legend,
+)
+from softfree.data.coco import encode_mask
+from softfree.training.classification import Normalize
+from softfree.training.segmentation import Segmentation, predict_classes
+
+
+class Segmenter:
+    """A class for every pixel."""
+
+    titles: Sequence[str] = ("classes, share of the picture",)
+
+    def __init__(
+        self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int | None = None
+    ):
+        self.model, metadata = Segmentation.load(checkpoint, device)
+        self.device = device
+        self.class_names = metadata["class_names"]
+        self.topk = topk
+        self.short_side = metadata["short_side"] if img_size is None else img_size
+        self.window = metadata["window"]
+        self.normalize = Normalize(metadata["mean"], metadata["std"])
+
+    def prepare(self, picture: Image.Image) -> tuple[Tensor, tuple[int, int]]:
+        image = pil_to_tensor(picture)
+        size = (image.shape[1], image.shape[2])
+        return (resize(image, [self.short_side]) if self.short_side else image), size
+
+    def predict(self, inputs: list[tuple[Tensor, tuple[int, int]]]) -> list[dict[str, Any]]:
+        results = []
+        for image, size in inputs:
+            with torch.inference_mode():
+                classes = predict_classes(
+                    self.model, self.normalize(image[None].to(self.device)), size, self.window
+                )
+            results.append(self._result(classes[0].cpu().numpy()))
+        return results
+
+    def _result(self, classes: np.ndarray) -> dict[str, Any]:
+        values, counts = np.unique(classes, return_counts=True)
+        order = np.argsort(-counts)
+        return {
+            "classes": [
+                {
+                    "label": self.class_names[values[i]],
+                    "share": float(counts[i] / classes.size),
+                    "mask": encode_mask(classes == values[i]),
+                }
+                for i in order[: self.topk]
+            ]
+        }
+
+    def cells(self, result: dict[str, Any]) -> Sequence[Listing]:
+        shown = result["classes"][: self.topk or LISTED]
+        return (Listing([f"{entry['label']} {entry['share']:.1%}" for entry in shown]),)
+
+    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+        image = pil_to_tensor(enlarged(picture))
+        entries = result["classes"]
+        colours = [colour(self.class_names.index(entry["label"])) for entry in entries]
+        masks = masks_at([entry["mask"] for entry in entries], image)
+        drawn = to_pil_image(draw_segmentation_masks(image, masks, OPACITY, colours))
+        labels = [f"{entry['label']} {entry['share']:.1%}" for entry in entries]
+        save(path, with_legend(drawn, labels, colours))

@@ -1,0 +1,44 @@
+"""Score a trained model: accuracy, average precision or mIoU, at any image size.
+
+`softfree validate --checkpoint OUT/best --data-dir D`, alone or under torchrun: each sample counts once. The
+checkpoint says of which task it is; `softfree validate TASK --help` lists a task's options.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from softfree.commands.common import run_subcommand
+from softfree.commands.validate.base import Validation
+from softfree.commands.validate.classification import ValidateClassification
+from softfree.commands.validate.detection import ValidateDetection
+from softfree.commands.validate.longrange import ValidateLongRange
+from softfree.commands.validate.segmentation import ValidateSegmentation
+from softfree.training.checkpoint import read_metadata
+
+TASKS: dict[str, type[Validation]] = {
+    "classification": ValidateClassification,
+    "detection": ValidateDetection,
+    "longrange": ValidateLongRange,
+    "segmentation": ValidateSegmentation,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree validate`` with these arguments; return the exit code."""
+    validation: Validation = run_subcommand(
+        "validate", TASKS, with_task(argv), question="validate what?", description=__doc__
+    )
+    return validation.run()
+
+
+def with_task(argv: Sequence[str]) -> list[str]:
+    """The arguments, with the task of --checkpoint before them where they name none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--checkpoint", type=Path)
+    checkpoint = parser.parse_known_args(list(argv))[0].checkpoint
+    if checkpoint is None or argv[0] in TASKS:
+        return list(argv)
+    # A weights file has no word on its task; classifiers alone are validated from one.
+    task = "classification" if checkpoint.is_file() else read_metadata(checkpoint).get("task")
+    return [str(task), *argv]

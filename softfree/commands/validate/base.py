@@ -1,0 +1,85 @@
+"""What the tasks of `softfree validate` share: options, processes, the table and its file."""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from softfree.analysis import describe_environment
+from softfree.commands.common import check_output, check_positive, save_rows
+from softfree.data.images import Unreadable
+from softfree.training.devices import AmpDtype
+from softfree.training.distributed import Processes, gather, join_processes
+from softfree.training.settings import WORKERS, check_workers
+
+
+@dataclasses.dataclass
+class Scores:
+    """What was found: rows for the file, and for people a title, a table and a line below it."""
+
+    title: str
+    rows: Sequence[Mapping[str, object]]
+    table: Table | None = None
+    line: str = ""
+    unreadable: Sequence[Unreadable] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation(ABC):
+    """Options of every task; a subclass adds its own and computes the scores."""
+
+    checkpoint: Path
+    """a checkpoint folder, such as OUT/best"""
+    data_dir: str | None = None
+    """the data; otherwise what the checkpoint was trained on"""
+    batch_size: int = 128
+    """samples at a time"""
+    workers: int = WORKERS
+    """processes that load samples"""
+    amp_dtype: AmpDtype = "auto"
+    """autocast; 'auto': bfloat16 on a GPU, none on a CPU"""
+    device: str = "auto"
+    """'cuda', 'cpu', or 'auto' for the GPU if there is one"""
+    csv: Path | None = None
+    """write the table to this CSV file, with date, device and versions"""
+
+    @abstractmethod
+    def score(self, processes: Processes) -> Scores:
+        """The scores over the samples of all processes, with the files that this one could not read."""
+
+    def run(self) -> int:
+        """Score, print and write; return the exit code."""
+        check_output("--csv", self.csv)
+        check_positive("--batch-size", self.batch_size)
+        check_workers(self.workers)
+        with join_processes(self.device) as processes:
+            scores = self.score(processes)
+            skipped = gather(list(scores.unreadable), processes)
+            if processes.main:
+                for file in dict.fromkeys(skipped):
+                    print(f"skipped {file.path}: {file.reason}")
+                show(scores)
+                save_rows(self.csv, scores.rows, describe_environment(processes.device))
+        return 0
+
+
+def check_classes(checkpoint: Path, known: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse data with other classes than the checkpoint's."""
+    if list(known) != list(given):
+        raise ValueError(
+            f"--checkpoint {checkpoint} knows {len(known)} classes ({', '.join(known[:3])}, ...), "
+            f"--data-dir has {len(given)} ({', '.join(given[:3])}, ...); they must be the same"
+        )
+
+
+def show(scores: Scores) -> None:
+    """The scores for people."""
+    console = Console(highlight=False)
+    if scores.table is not None:
+        console.print(scores.title, style="bold", markup=False, soft_wrap=True)
+        console.print(scores.table)
+    if scores.line:
+        console.print(scores.line, markup=False, soft_wrap=True)

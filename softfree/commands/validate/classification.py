@@ -1,0 +1,97 @@
+"""`softfree validate` for image classifiers."""
+
+import dataclasses
+from pathlib import Path
+
+from softfree.commands.common import check_positive, make_table
+from softfree.commands.validate.base import Scores, Validation, check_classes
+from softfree.data.images import ImageDataset, Unreadable, load_images
+from softfree.data.resident import ResidentImages
+from softfree.training.checkpoint import data_settings
+from softfree.training.classification import (
+    Classification,
+    load_weights_file,
+    parse_model_kwargs,
+    score_classifier,
+)
+from softfree.training.distributed import Processes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateClassification(Validation):
+    """Top-1 and top-5 accuracy, loss and throughput on the validation pictures."""
+
+    checkpoint: Path
+    """a checkpoint folder, such as OUT/best; or a weights file, with --model"""
+    data_dir: str | None = None
+    """folder with train/ and val/; otherwise what the checkpoint was trained on"""
+    dataset: str = ""
+    """a data set as timm names it, in --data-dir"""
+    img_size: tuple[int, ...] = ()
+    """one or several sides of the pictures; otherwise that of the training"""
+    crop_pct: float | None = None
+    """share of the shorter side that the centre crop takes; otherwise the checkpoint's"""
+    model: str = ""
+    """for a weights file: the model it belongs to, e.g. softpp_tiny_release"""
+    model_kwargs: tuple[str, ...] = ()
+    """arguments of the model other than in training, e.g. landmarks=conv:49"""
+    strict_data: bool = False
+    """stop at the first picture that can't be read"""
+    data_on_device: bool = False
+    """keep all pictures, of one size, in the device's memory and resize them there"""
+
+    def score(self, processes: Processes) -> Scores:
+        for size in self.img_size:
+            check_positive("--img-size", size)
+        if self.checkpoint.is_file() and not self.model:
+            raise ValueError(
+                f"--checkpoint {self.checkpoint} is a file: give the --model it belongs to"
+            )
+        kwargs = parse_model_kwargs(self.model_kwargs)
+        from_folder = self.checkpoint.is_dir() or not self.model
+        if from_folder:
+            network, metadata = Classification.load(self.checkpoint, processes.device, kwargs)
+        data_dir, dataset = self.data_dir, self.dataset
+        if data_dir is None and not dataset:
+            if not from_folder:
+                raise ValueError(
+                    f"--data-dir is needed: {self.checkpoint} is no checkpoint folder that names its data"
+                )
+            trained_on = data_settings(self.checkpoint)
+            data_dir, dataset = trained_on["data_dir"], trained_on["dataset"]
+        data = load_images(data_dir, dataset=dataset, strict=self.strict_data)
+        if from_folder:
+            check_classes(self.checkpoint, metadata["class_names"], data.class_names)
+        else:
+            network, metadata = load_weights_file(
+                self.checkpoint, self.model, len(data.class_names), kwargs, processes.device
+            )
+        if self.crop_pct is not None:
+            metadata = {**metadata, "crop_pct": self.crop_pct}
+        pictures: ImageDataset | ResidentImages = data.val
+        if self.data_on_device:
+            pictures = ResidentImages(data.val, processes.device, self.workers)
+        rows, unreadable = [], list[Unreadable]()
+        table = make_table(["img size", "top-1 %", "top-5 %", "loss", "pictures", "img/s"])
+        for size in self.img_size or (metadata["img_size"],):
+            scores, skipped = score_classifier(
+                network,
+                metadata,
+                pictures,
+                size,
+                processes,
+                batch_size=self.batch_size,
+                workers=self.workers,
+                amp_dtype=self.amp_dtype,
+            )
+            rows.append({"checkpoint": str(self.checkpoint), "img_size": size, **scores})
+            unreadable += skipped
+            table.add_row(
+                str(size),
+                f"{scores['top1']:.2f}",
+                f"{scores['top5']:.2f}",
+                f"{scores['loss']:.4f}",
+                f"{scores['samples']:,}",
+                f"{scores['img_per_s']:,.0f}",
+            )
+        return Scores(f"{metadata['model']}, {self.checkpoint}", rows, table, unreadable=unreadable)

@@ -1,0 +1,58 @@
+"""`softfree validate` for detectors."""
+
+import dataclasses
+
+import torch
+
+from softfree.commands.common import make_table
+from softfree.commands.validate.base import Scores, Validation, check_classes
+from softfree.data.detection import collate_detection, load_split
+from softfree.data.images import Unreadable
+from softfree.training.checkpoint import data_settings
+from softfree.training.coco_metrics import FIGURES
+from softfree.training.detection import Detection, evaluate_detector, for_evaluation
+from softfree.training.devices import autocast
+from softfree.training.distributed import Processes
+from softfree.training.loading import evaluation_batches
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateDetection(Validation):
+    """COCO's average precision on the validation pictures: boxes, and masks for Mask R-CNN."""
+
+    data_dir: str | None = None
+    """folder with annotations/ and pictures; otherwise what the checkpoint was trained on"""
+    skip_bad_annotations: bool = False
+    """leave out annotations that can't be used, instead of an error"""
+    batch_size: int = 8
+    """pictures at a time"""
+
+    def score(self, processes: Processes) -> Scores:
+        model, metadata = Detection.load(self.checkpoint, processes.device)
+        masks = metadata["detector"] == "mask-rcnn"
+        trained_on = data_settings(self.checkpoint)
+        data = load_split(
+            self.data_dir or trained_on["data_dir"],
+            "val",
+            masks=masks,
+            skip_bad=self.skip_bad_annotations or trained_on["skip_bad_annotations"],
+        )
+        check_classes(self.checkpoint, metadata["class_names"], data.class_names)
+        arguments, unreadable = metadata["arguments"], list[Unreadable]()
+        batches = evaluation_batches(
+            for_evaluation(data, arguments["min_size"], arguments["max_size"]),
+            collate_detection,
+            self.batch_size,
+            processes,
+            unreadable.append,
+            self.workers,
+        )
+        with torch.inference_mode(), autocast(self.amp_dtype, processes.device):
+            scores = evaluate_detector(model, batches, data, masks, processes)
+        rows, table = [], make_table(["", *FIGURES])
+        for kind in ("box", "mask") if masks else ("box",):
+            figures = {name: scores.get(f"{kind}_{name}") for name in FIGURES}
+            rows.append({"checkpoint": str(self.checkpoint), "kind": kind, **figures})
+            table.add_row(kind, *("-" if x is None else f"{x:.1f}" for x in figures.values()))
+        title = f"{metadata['detector']} on {metadata['model']}, {self.checkpoint}"
+        return Scores(title, rows, table, unreadable=unreadable)

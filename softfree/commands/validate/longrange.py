@@ -1,0 +1,50 @@
+"""`softfree validate` for the tasks of the Long Range Arena."""
+
+import dataclasses
+from typing import Literal
+
+from softfree.commands.validate.base import Scores, Validation
+from softfree.training.checkpoint import SETTINGS, check_task, locate, read_metadata
+from softfree.training.distributed import Processes
+from softfree.training.longrange import (
+    LongRange,
+    LongRangeSettings,
+    load_data,
+    score_checkpoint,
+)
+from softfree.training.settings import read_settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateLongRange(Validation):
+    """Accuracy and loss on a task of the Long Range Arena."""
+
+    data_dir: str | None = None
+    """the task's files; otherwise what the checkpoint was trained on"""
+    split: Literal["dev", "test"] = "test"
+    """test or dev"""
+    batch_size: int = 32
+    """samples at a time"""
+    workers: int = 2
+    """processes that load samples"""
+
+    def score(self, processes: Processes) -> Scores:
+        folder = locate(self.checkpoint)
+        check_task(self.checkpoint, read_metadata(folder), LongRange.name)
+        settings = read_settings(LongRangeSettings, folder / SETTINGS).data
+        if self.data_dir is not None:
+            settings = dataclasses.replace(settings, data_dir=self.data_dir)
+        scores = score_checkpoint(
+            folder,
+            getattr(load_data(settings), self.split),
+            processes,
+            batch_size=self.batch_size,
+            workers=self.workers,
+            amp_dtype=self.amp_dtype,
+        )
+        row = {"checkpoint": str(self.checkpoint), "task": settings.task, "split": self.split}
+        line = (
+            f"{settings.task} {self.split}: accuracy {scores['accuracy']:.2f}%, "
+            f"loss {scores['loss']:.4f}, {scores['samples']:,} samples"
+        )
+        return Scores("", [{**row, **scores}], line=line)

@@ -1,0 +1,72 @@
+"""`softfree validate` for segmentation networks."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from rich.markup import escape
+
+from softfree.commands.common import make_table
+from softfree.commands.validate.base import Scores, Validation, check_classes
+from softfree.data.images import Unreadable
+from softfree.data.segmentation import EvalTransform, collate_pictures, load_split
+from softfree.training.checkpoint import data_settings
+from softfree.training.classification import Normalize
+from softfree.training.devices import autocast
+from softfree.training.distributed import Processes
+from softfree.training.loading import evaluation_batches
+from softfree.training.segmentation import Segmentation, evaluate_segmenter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateSegmentation(Validation):
+    """Mean intersection over union (mIoU) on the validation pictures, and that of each class."""
+
+    data_dir: str | None = None
+    """folder in one of the known layouts; otherwise what the checkpoint was trained on"""
+    batch_size: int = 1
+    """pictures that a loading process hands over at a time"""
+    window: int | None = None
+    """side of the windows that slide over a picture; 0: the whole picture at once; otherwise as in the
+    training"""
+    short_side: int | None = None
+    """short side that pictures are resized to; 0: as they are; otherwise as in the training"""
+
+    def score(self, processes: Processes) -> Scores:
+        model, metadata = Segmentation.load(self.checkpoint, processes.device)
+        trained_on = data_settings(self.checkpoint)
+        data, names = load_split(
+            self.data_dir or trained_on["data_dir"], "val", ignore_label=trained_on["ignore_label"]
+        )
+        check_classes(self.checkpoint, metadata["class_names"], names)
+        side = metadata["short_side"] if self.short_side is None else self.short_side
+        data.transform = EvalTransform(side or None)
+        unreadable = list[Unreadable]()
+        batches = evaluation_batches(
+            data, collate_pictures, self.batch_size, processes, unreadable.append, self.workers
+        )
+        with torch.inference_mode(), autocast(self.amp_dtype, processes.device):
+            scores, of_class = evaluate_segmenter(
+                model,
+                batches,
+                Normalize(metadata["mean"], metadata["std"]),
+                len(names),
+                processes,
+                window=metadata["window"] if self.window is None else self.window,
+            )
+        rows: list[dict[str, Any]] = [
+            {"checkpoint": str(self.checkpoint), "class": name, "IoU": iou}
+            for name, iou in [("all (mean)", scores["mIoU"]), *zip(names, of_class, strict=True)]
+        ]
+        table = make_table(["class", "IoU %"])
+        for row in rows[1:]:
+            iou = row["IoU"]
+            table.add_row(escape(row["class"]), "-" if math.isnan(iou) else f"{iou:.1f}")
+        return Scores(
+            f"UPerNet on {metadata['model']}, {self.checkpoint}",
+            rows,
+            table,
+            f"mIoU {scores['mIoU']:.2f} %, pixel accuracy {scores['accuracy']:.2f} %",
+            unreadable,
+        )

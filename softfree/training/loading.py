@@ -1,0 +1,81 @@
+"""Batches on the device, which loading processes read."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from softfree.data.images import Unreadable
+from softfree.training.devices import to_device
+from softfree.training.distributed import Processes
+from softfree.training.sampling import EvalSampler, StepSampler
+
+Collate = Callable[[list[Any]], Any]
+Report = Callable[[Unreadable], None]
+
+
+def read_batches(
+    data: Any,
+    sampler: StepSampler | EvalSampler,
+    collate: Collate,
+    device: torch.device,
+    report: Report,
+    *,
+    workers: int = 0,
+    channels_last: bool = False,
+) -> Generator[Any]:
+    """Batches of a map-style data set on the device; ``report`` is told of files that can't be read."""
+    loader: DataLoader = DataLoader(
+        data,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=ignore_signals,
+        prefetch_factor=4 if workers else None,
+    )
+    iterator = iter(loader)
+    try:
+        with short_errors():
+            for batch in iterator:
+                for file in getattr(batch, "unreadable", ()):
+                    report(file)
+                yield to_device(batch, device, channels_last)
+    finally:
+        # An error's traceback keeps the iterator alive, and so its processes, which ignore signals.
+        if workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def evaluation_batches(
+    data: Any,
+    collate: Collate,
+    batch_size: int,
+    processes: Processes,
+    report: Report = lambda file: None,
+    workers: int = 0,
+) -> Generator[Any]:
+    """This process's share of the samples, each once."""
+    sampler = EvalSampler(len(data), batch_size, processes.rank, processes.count)
+    return read_batches(data, sampler, collate, processes.device, report, workers=workers)
+
+
+@contextlib.contextmanager
+def short_errors() -> Iterator[None]:
+    """Around a loop over a loader: an error of a loading process without that process's traceback."""
+    try:
+        yield
+    except ValueError as error:
+        traceback, _, message = str(error).strip().rpartition("\nValueError: ")
+        if not traceback:
+            raise
+        raise ValueError(message) from None
+
+
+def ignore_signals(worker: int) -> None:
+    """Loading processes live as long as the loop: Ctrl-C reaches them, too, but is not meant for them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
