@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from softfree.layers.attention import SoftAttention, SoftmaxAttention
 from softfree.layers.landmarks import Size, pooled_share
@@ -88,7 +89,11 @@ class AttentionLayer:
 
     def heat_map(self, query: int) -> Tensor:
         """The row of ``query`` laid out over the image, without prefix tokens: (heads, H, W)."""
-        return self.row(query)[:, self.prefix :].unflatten(1, self._grid())
+        return self.lay_out(self.row(query))
+
+    def lay_out(self, row: Tensor) -> Tensor:
+        """A row (heads, tokens) over the image, without prefix tokens: (heads, H, W)."""
+        return row[:, self.prefix :].unflatten(1, self._grid())
 
     def token_at(self, x: float, y: float) -> int:
         """The token of the patch at ``x`` across and ``y`` down, parts of the image in [0, 1]."""
@@ -144,8 +149,22 @@ class SoftLayer(AttentionLayer):
         """``Y'``: ``Y``, or ``D^-1/2 Y D^-1/2`` with ``normalize``; (heads, m, m)."""
         return normalize_inverse(self.inverse, self.a) if self.normalize else self.inverse
 
-    def rows(self, queries: Sequence[int]) -> Tensor:
-        left = self._kernel(self.queries[:, queries], self.landmarks) @ self.mixing * self.share
+    @property
+    def kernel(self) -> Tensor:
+        """``kappa(K, L)``, (heads, tokens, m), float64; large, so not kept."""
+        return self._kernel(self.keys, self.landmarks)
+
+    def rows(
+        self, queries: Sequence[int], kernel: Tensor | None = None, mixing: Tensor | None = None
+    ) -> Tensor:
+        """Rows as above; from ``kernel`` and ``mixing``, the properties of these names, where they are kept.
+
+        ``mixing`` may be that of other Newton steps.
+        """
+        mixing = self.mixing if mixing is None else mixing
+        left = self._kernel(self.queries[:, queries], self.landmarks) @ mixing * self.share
+        if kernel is not None:
+            return left @ kernel.mT
         out = self.queries.new_empty(self.heads, len(queries), self.tokens)
         step = max(1, CHUNK // (self.heads * self.m))
         for first in range(0, self.tokens, step):
@@ -312,17 +331,26 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
         raise ValueError(f"image must be one image, got a batch of {image.shape[0]}")
     layers: list[AttentionLayer] = []
 
-    def recorder(name: str, read: Callable[..., AttentionLayer]) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            with torch.autocast(args[0].device.type, enabled=False):
-                layers.append(read(name, module, *_self_attention(name, *args, **kwargs)))
+    def hooks(name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        """Read a layer from what its projection gives, which so is computed once."""
+        grids: list[Size] = []
 
-        return record
+        def note_grid(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            grids[:] = [_grid_of(name, *args, **kwargs)]
+
+        def record(_: nn.Module, __: tuple, projected: Tensor) -> None:
+            with torch.autocast(projected.device.type, enabled=False):
+                layers.append(READERS[type(module)](name, module, projected, *grids))
+
+        yield module.register_forward_pre_hook(note_grid, with_kwargs=True)
+        projection: Any = module.qv if isinstance(module, SoftAttention) else module.qkv
+        yield projection.register_forward_hook(record)
 
     handles = [
-        module.register_forward_pre_hook(recorder(name, READERS[type(module)]), with_kwargs=True)
+        handle
         for name, module in model.named_modules()
         if type(module) in READERS
+        for handle in hooks(name, module)
     ]
     if not handles:
         known = ", ".join(kind.__name__ for kind in READERS)
@@ -351,24 +379,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _self_attention(
+def _grid_of(
     name: str,
     x: Tensor,
     size: Size = None,
     mask: Tensor | None = None,
     context: Tensor | None = None,
-) -> tuple[Tensor, Size]:
-    """Tokens and grid, out of the arguments that an attention layer was called with."""
+) -> Size:
+    """The grid, out of the arguments that an attention layer was called with."""
     if mask is not None or context is not None:
         raise ValueError(f"{name}: attention with a mask or to a context can't be captured")
-    return x, size
+    return size
 
 
-def _read_soft(name: str, module: SoftAttention, x: Tensor, size: Size) -> SoftLayer:
-    q = module.qv(x)[..., : x.shape[2]].unflatten(-1, (module.num_heads, module.head_dim))
-    q = q.transpose(1, 2)
+def _read_soft(name: str, module: SoftAttention, projected: Tensor, size: Size) -> SoftLayer:
+    q = projected.unflatten(-1, (2, module.num_heads, module.head_dim))[:, :, 0].transpose(1, 2)
     landmarks, present = sampled = module.sampler(q, size, None)
-    share = pooled_share(module.sampler, sampled, x.shape[1], size)
+    share = pooled_share(module.sampler, sampled, q.shape[2], size)
     # A landmark that takes no part changes nothing when it is left out.
     landmarks = landmarks[0] if present is None else landmarks[0][:, present[0]]
     tokens = q[0].float()
@@ -388,21 +415,22 @@ def _read_soft(name: str, module: SoftAttention, x: Tensor, size: Size) -> SoftL
     )
 
 
-def _project(module: MultiHeadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+def _split(module: MultiHeadAttention, projected: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys of a rival, (heads, tokens, d) each, in float32."""
-    projected = module.qkv(x)[0].unflatten(-1, (3, module.num_heads, module.head_dim))
-    q, k, _ = projected.permute(1, 2, 0, 3).float()
+    q, k, _ = projected[0].unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3).float()
     return q, k
 
 
-def _read_softmax(name: str, module: SoftmaxAttention, x: Tensor, size: Size) -> SoftmaxLayer:
-    return SoftmaxLayer(name, "softmax", size, *_project(module, x))
+def _read_softmax(
+    name: str, module: SoftmaxAttention, projected: Tensor, size: Size
+) -> SoftmaxLayer:
+    return SoftmaxLayer(name, "softmax", size, *_split(module, projected))
 
 
 def _read_nystromformer(
-    name: str, module: NystromformerAttention, x: Tensor, size: Size
+    name: str, module: NystromformerAttention, projected: Tensor, size: Size
 ) -> FactoredLayer:
-    q, k = _project(module, x)
+    q, k = _split(module, projected)
     landmark_queries, landmark_keys = (module.sampler(t[None], size)[0][0] for t in (q, k))
     inverse = iterative_inverse(
         _softmax_scores(landmark_queries, landmark_keys), module.inverse_steps
@@ -412,8 +440,10 @@ def _read_nystromformer(
     return FactoredLayer(name, "Nyströmformer", size, q, k, left, right)
 
 
-def _read_performer(name: str, module: PerformerAttention, x: Tensor, size: Size) -> FactoredLayer:
-    q, k = _project(module, x)
+def _read_performer(
+    name: str, module: PerformerAttention, projected: Tensor, size: Size
+) -> FactoredLayer:
+    q, k = _split(module, projected)
     directions = module.features.float().T * module.head_dim**-0.25
     on_queries, on_keys = q @ directions, k @ directions
     if module.kernel == "softmax":
@@ -426,11 +456,14 @@ def _read_performer(name: str, module: PerformerAttention, x: Tensor, size: Size
     return FactoredLayer(name, "Performer", size, q, k, left, right)
 
 
-def _read_linformer(name: str, module: LinformerAttention, x: Tensor, size: Size) -> FactoredLayer:
-    q, k = _project(module, x)
-    prefix = 0 if size is None else x.shape[1] - size[0] * size[1]
-    mixtures = module.matrix(x.shape[1] - prefix, size).float()
-    mixtures = torch.block_diag(torch.eye(prefix, device=x.device), mixtures)
+def _read_linformer(
+    name: str, module: LinformerAttention, projected: Tensor, size: Size
+) -> FactoredLayer:
+    q, k = _split(module, projected)
+    tokens = q.shape[1]
+    prefix = 0 if size is None else tokens - size[0] * size[1]
+    mixtures = module.matrix(tokens - prefix, size).float()
+    mixtures = torch.block_diag(torch.eye(prefix, device=q.device), mixtures)
     left = _softmax_scores(q, mixtures @ k)
     return FactoredLayer(name, "Linformer", size, q, k, left, mixtures.mT[None])
 

@@ -1,11 +1,13 @@
 """A photo, from a file or drawn; what a model sees of it, and where a pixel of the photo lies in that."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torch import Tensor
 
 from softfree.data.images import UnreadableImageError, open_image
@@ -36,21 +38,39 @@ class View(NamedTuple):
         if not (left <= x < right and top <= y < bottom):
             raise ValueError(
                 f"the model sees x from {left} to {right - 1} and y from {top} to {bottom - 1} of the "
-                f"photo (its central square), got {x:g},{y:g}"
+                f"photo (the middle), got {x:g},{y:g}"
             )
         return (x + 0.5 - left) / (right - left), (y + 0.5 - top) / (bottom - top)
 
 
-def view(picture: Image.Image, side: int, metadata: dict[str, Any]) -> View:
-    """The central square of an RGB photo at ``side`` pixels, normalised by metadata's mean and std."""
-    width, height = picture.size
-    edge = min(width, height)
-    left, top = (width - edge) // 2, (height - edge) // 2
-    box = (left, top, left + edge, top + edge)
-    square = picture.resize((side, side), Image.Resampling.BICUBIC, box=box)
+def view(picture: Image.Image, side: int, metadata: Mapping[str, Any]) -> View:
+    """An RGB photo as a model is tested with it: resized, its middle cut out at ``side`` pixels, normalised.
+
+    Args:
+        metadata: mean and std; crop_pct, the share of the shorter side that the model sees (all of it, if not
+            given); interpolation (bicubic, if not given).
+    """
+    crop_pct = metadata.get("crop_pct", 1.0)
+    interpolation = metadata.get("interpolation", "bicubic")
+    transform = create_transform(
+        side, is_training=False, crop_pct=crop_pct, interpolation=interpolation, normalize=False
+    )
+    square: Tensor = transform(picture)
     mean, std = (torch.tensor(metadata[key])[:, None, None] for key in ("mean", "std"))
-    pixels = torch.from_numpy(np.array(square, dtype=np.float32)).permute(2, 0, 1) / 255
-    return View(square, (pixels - mean) / std, box)
+    seen = Image.fromarray(square.permute(1, 2, 0).numpy())
+    return View(seen, (square / 255 - mean) / std, seen_box(picture.size, crop_pct))
+
+
+def seen_box(size: tuple[int, int], crop_pct: float) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of the central square with ``crop_pct`` of the shorter side.
+
+    Example:
+        >>> seen_box((300, 100), 0.9)
+        (105, 5, 195, 95)
+    """
+    edge = round(min(size) * crop_pct)
+    left, top = ((length - edge) // 2 for length in size)
+    return left, top, left + edge, top + edge
 
 
 def load_photo(photo: Path | None) -> Image.Image:

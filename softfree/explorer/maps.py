@@ -19,9 +19,9 @@ from softfree.analysis.capture import (
     SoftLayer,
     capture_attention,
 )
+from softfree.analysis.pictures import seen_box
 from softfree.analysis.subject import Subject
 from softfree.data.images import open_image
-from softfree.ops.attention.reference import gaussian_kernel
 
 # Three ways to attend with the queries of one softmax-free layer.
 VARIANTS = ("SOFT", "SOFT++", "softmax")
@@ -85,12 +85,15 @@ class Explorer:
                 del self._uploads[next(iter(self._uploads))]
         return name
 
-    def photo(self, name: str) -> Image.Image:
-        """The central square of a photo; ValueError if it isn't kept."""
+    def photo(self, name: str, model: int | None = None) -> Image.Image:
+        """The central square of a photo, or what a model sees of it; ValueError if it isn't kept."""
         square = self._samples.get(name) or self._uploads.get(name)
         if square is None:
             raise ValueError("that photo is no longer kept; give it again")
-        return square
+        if model is None:
+            return square
+        crop_pct = self.subjects[model].metadata.get("crop_pct", 1.0)
+        return square.crop(seen_box(square.size, crop_pct))
 
     def describe(self, model: int, photo: str, size: int) -> dict[str, Any]:
         """The layers a model has on a photo, and its likeliest classes (None if it has no classes)."""
@@ -127,23 +130,22 @@ class Explorer:
                 return layer.heat_map(token)[None].double().cpu()
             kernel = self._kernel(place)
             taken = layer.iterations if steps is None else steps
-            rows = [
-                kernel[:, [token]] @ self._mixing(place, taken, normalize) @ kernel.mT
+            soft = [
+                layer.lay_out(
+                    layer.rows([token], kernel, self._mixing(place, taken, normalize))[:, 0]
+                )
                 for normalize in (False, True)
             ]
-            soft = torch.cat(rows, 1).transpose(0, 1)[..., layer.prefix :]
-            softmax = layer.as_softmax().heat_map(token)[None]
-            return torch.cat([soft.unflatten(2, softmax.shape[2:]), softmax.double()]).cpu()
+            return torch.stack([*soft, layer.as_softmax().heat_map(token).double()]).cpu()
 
     def _run(self, model: int, photo: str, size: int) -> AttentionCapture:
         subject = self.subjects[model]
         return capture_attention(subject.model, subject.look(self.photo(photo), size).pixels)
 
     def _evaluate_kernel(self, place: Place) -> Tensor:
-        """kappa(Q, L), (heads, tokens, m), float64; also kappa(K, L), since the keys are the queries."""
         layer = self.layer(place)
         assert isinstance(layer, SoftLayer)
-        return gaussian_kernel(layer.queries.double(), layer.landmarks.double(), layer.scale)
+        return layer.kernel
 
     def _invert(self, place: Place, steps: int, normalize: bool) -> Tensor:
         """Y', (heads, m, m)."""
@@ -195,7 +197,7 @@ def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
 
 
 def _square(photo: Image.Image) -> Image.Image:
-    """The central square, which is all that a model sees, at most WIDEST wide."""
+    """The central square, outside which no model sees, at most WIDEST wide."""
     width, height = photo.size
     edge = min(width, height)
     left, top = (width - edge) // 2, (height - edge) // 2

@@ -71,9 +71,14 @@ def create_app(
     def refuse(_: Request, problem: ValueError) -> Response:
         return error(422, str(problem))
 
-    def captured(model: int, photo: str, size: Size) -> tuple[int, str, int]:
+    def known(model: int) -> int:
         if not 0 <= model < len(subjects):
             raise HTTPException(404, f"there is no model {model}")
+        return model
+
+    def captured(
+        model: Annotated[int, Depends(known)], photo: str, size: Size
+    ) -> tuple[int, str, int]:
         return model, photo, size
 
     def layer_place(
@@ -112,9 +117,10 @@ def create_app(
             raise HTTPException(415, f"that file can't be read as a photo: {problem}") from problem
 
     @app.get("/api/photos/{photo}")
-    def show(photo: str) -> Response:
+    def show(photo: str, model: int | None = None) -> Response:
         file = BytesIO()
-        explorer.photo(photo).save(file, "JPEG", quality=90)
+        seen = explorer.photo(photo, None if model is None else known(model))
+        seen.save(file, "JPEG", quality=90)
         return Response(file.getvalue(), media_type="image/jpeg")
 
     @app.get("/api/capture")

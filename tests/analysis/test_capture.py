@@ -43,7 +43,7 @@ def test_rows_are_those_of_the_explicit_matrix(name, landmarks):
 @pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny_release", "softpp_vit_small"])
 @pytest.mark.parametrize("landmarks", ["conv", "conv:4"])
 def test_captured_rows_times_values_are_what_each_layer_computed(name, landmarks):
-    """The factors are recomputed beside the layer, so they must be those the layer used."""
+    """The factors must be those that the layer used."""
     model = small(name, landmarks=landmarks).eval()
     image = torch.randn(3, *SIZE)
     seen: dict[str, tuple] = {}
@@ -123,13 +123,30 @@ def test_a_feature_extractor_is_captured_by_its_stages():
     assert found.stages == (1, 2) and len(found.output) == 2
 
 
+@pytest.mark.parametrize("attention", ["softpp", "softmax"])
+def test_queries_are_computed_once(attention, monkeypatch):
+    model = small("softpp_tiny", attention=attention)
+    wanted = {id(m) for n, m in model.named_modules() if n.endswith((".qv", ".qkv"))}
+    projected = []
+    forward = nn.Linear.forward
+
+    def count(module, x):
+        if id(module) in wanted:
+            projected.append(id(module))
+        return forward(module, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", count)
+    capture_attention(model, torch.randn(3, *SIZE))
+    assert len(projected) == len(wanted) == 4
+
+
 def test_the_model_is_left_as_it_was():
     model = small("softpp_tiny").train()
     model.stages[0].eval()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     capture_attention(model, torch.randn(3, *SIZE))
     assert model.training and not model.stages[0].training and model.stages[1].training
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 

@@ -89,7 +89,7 @@ def test_wrong_arguments_are_refused(tmp_path, photo, capsys):
         (["heatmaps"], "got 'heatmaps'"),
         (["heatmap", "--output", "map.bmp"], "--output must end in .png, .svg, .pdf, got map.bmp"),
         (["heatmap", "--query", "12"], "--query must be X,Y in pixels of the photo, got '12'"),
-        (["heatmap", photo, "--query", "3,9"], "--query 3,9: the model sees x from 35 to 124"),
+        (["heatmap", photo, "--query", "3,9"], "--query 3,9: the model sees x from 40 to 118"),
         (["heatmap", "--stage", 7, "--img-size", 64], "stage must be one of 1, 2, 3, 4, got 7"),
         (["heatmap", "--heads", 0], "--heads must be above 0"),
         (["heatmap", "--attention", "sotfmax"], "attention must be one of"),

@@ -9,6 +9,7 @@ import torch
 
 from softfree.analysis.capture import SoftLayer, SoftmaxLayer, capture_attention
 from softfree.analysis.pictures import view
+from softfree.analysis.subject import Subject
 from softfree.explorer.maps import (
     KEPT_PHOTOS,
     MOST_STEPS,
@@ -18,8 +19,9 @@ from softfree.explorer.maps import (
     pack,
     top_classes,
 )
+from tests.analysis.small import small
 
-from .small import encoded, photo, subjects
+from .small import PREPARATION, encoded, photo, spread, subjects
 
 
 @pytest.fixture
@@ -42,6 +44,26 @@ def test_maps_equal_those_of_the_layer_and_of_what_if(explorer, stage, steps):
         strict=True,
     ):
         torch.testing.assert_close(found, what.heat_map(token).double(), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_maps_of_pooled_landmarks_have_the_share_that_the_layer_has(steps):
+    model = spread(small("softpp_tiny", strides=(2, 2, 1, 1), landmarks="conv:4"))
+    explorer = Explorer([Subject("pooled", model, dict(PREPARATION))], {"one": photo(0)})
+    place = Place(0, "sample-1", 96, 1, -1)
+    layer = explorer.layer(place)
+    assert isinstance(layer, SoftLayer) and layer.share < 0.1
+    changed = replace(layer, iterations=layer.iterations if steps is None else steps)
+    _, found, _ = explorer.heat_maps(place, 0.3, 0.8, steps)
+    expected = changed.heat_map(layer.token_at(0.3, 0.8)).double()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-12)
+
+
+def test_the_photo_shown_for_a_model_is_what_it_sees():
+    metadata = {**PREPARATION, "crop_pct": 0.5}
+    explorer = Explorer([Subject("half", small("softpp_tiny"), metadata)], {"one": photo(0)})
+    assert explorer.photo("sample-1").size == (70, 70)
+    assert explorer.photo("sample-1", model=0).size == (35, 35)
 
 
 def test_a_layer_of_another_kind_has_the_one_map_it_computes(explorer):

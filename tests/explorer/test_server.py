@@ -108,6 +108,8 @@ def test_an_uploaded_photo_can_be_looked_at(client, kind):
     name = answer.json()["id"]
     shown = client.get(f"/api/photos/{name}")
     assert shown.headers["content-type"] == "image/jpeg"
+    assert client.get(f"/api/photos/{name}?model=0").is_success
+    assert client.get(f"/api/photos/{name}?model=9").status_code == 404
     assert client.get("/api/capture", params=LAYER | {"photo": name}).status_code == 200
 
 

@@ -172,7 +172,7 @@ function buildMaps() {
     for (const { name, variant } of shown) {
       const canvas = element("canvas", { width, height });
       const caption = element("figcaption");
-      const image = element("img", { src: photoUrl(state.captured.photo), alt: "", draggable: false });
+      const image = element("img", { src: seenUrl(), alt: "", draggable: false });
       const map = element("div", { className: "map" }, image, canvas, element("span", { className: "patch" }));
       map.setAttribute("role", "img");
       map.setAttribute("aria-label", `${name}, head ${head + 1}`);
@@ -321,6 +321,11 @@ function photoUrl(id) {
   return `api/photos/${id}`;
 }
 
+/** What the captured model sees of its photo, which is what maps lie over. */
+function seenUrl() {
+  return `${photoUrl(state.captured.photo)}?model=${state.captured.model}`;
+}
+
 function addPhoto(id, name) {
   if (document.querySelector(`#photos [data-photo="${id}"]`)) return;
   const button = element("button", { type: "button", title: name }, element("img", { src: photoUrl(id), alt: name }));
@@ -335,7 +340,7 @@ function choosePhoto(id) {
 }
 
 function showPhoto(id) {
-  $("picture").src = photoUrl(id);
+  $("picture").src = seenUrl();
   for (const button of $("photos").children) button.setAttribute("aria-pressed", button.dataset.photo === id);
 }
 
