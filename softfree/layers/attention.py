@@ -28,7 +28,7 @@ from softfree.layers.multihead import (
     check_tokens,
     query_projection,
 )
-from softfree.layers.plain import is_plain
+from softfree.layers.plain import are_plain, is_plain
 from softfree.ops import image_attention, soft_attention
 from softfree.ops.attention import check_backend
 from softfree.ops.attention.inverse import check_iteration
@@ -97,8 +97,6 @@ class SoftAttention(nn.Module):
     ):
         super().__init__()
         check_heads(dim, num_heads)
-        if value_conv < 0 or (value_conv and value_conv % 2 == 0):
-            raise ValueError(f"value_conv must be 0 or an odd number, got {value_conv}")
         gains = dict(query_gain=query_gain, output_gain=output_gain, landmark_gain=landmark_gain)
         for name, gain in gains.items():
             if not gain > 0:
@@ -117,7 +115,7 @@ class SoftAttention(nn.Module):
         self.sampler = create_sampler(
             landmarks, self.head_dim, stride, sequence=sequence, strict=strict_landmarks
         )
-        self.value_conv = ValueConv(num_heads, value_conv, sequence) if value_conv else None
+        self.value_conv = create_value_conv(num_heads, value_conv, sequence)
         self.proj = nn.Linear(dim, dim)
         if landmark_gain != 1 and not isinstance(self.sampler, ConvLandmarks):
             raise ValueError(
@@ -182,22 +180,18 @@ class SoftAttention(nn.Module):
     def _is_one_operator(self, x: Tensor) -> bool:
         """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
         sampler: Any = self.sampler
-        conv = self.value_conv
+        conv: Any = self.value_conv
+        linear = ((self.qv, nn.Linear), (self.proj, nn.Linear))
+        if not are_plain(*linear, (sampler, ConvLandmarks), (conv, ValueConv)):
+            return False
+        # It computes every gradient; those of frozen weights would be for nothing.
+        weights = (self.qv.weight, sampler.weight, conv.weight)
         return (
-            conv is not None
-            and self.backend in ("auto", "triton")
+            self.backend in ("auto", "triton")
             and image_attention.fits(x, conv.weight)
-            and is_plain(self.qv, nn.Linear)
-            and is_plain(conv, ValueConv)
-            and is_plain(sampler, ConvLandmarks)
             and is_plain(sampler.norm, nn.LayerNorm)
             and sampler.norm.bias is not None
-            and is_plain(self.proj, nn.Linear)
-            # It computes every gradient; those of frozen weights would be for nothing.
-            and (
-                not torch.is_grad_enabled()
-                or all(p.requires_grad for p in (self.qv.weight, sampler.weight, conv.weight))
-            )
+            and (not torch.is_grad_enabled() or all(w.requires_grad for w in weights))
         )
 
     def _attend_at_once(self, x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -262,6 +256,13 @@ class ValueConv(nn.Module):
         if base is not None:
             first, base = base[:, :prefix] + first, base[:, prefix:]
         return torch.cat([first, value_conv(image, self.weight, size, base)], 1)
+
+
+def create_value_conv(num_heads: int, kernel_size: int, sequence: bool) -> ValueConv | None:
+    """The convolution of an attention's values; None for 0."""
+    if kernel_size < 0 or (kernel_size and kernel_size % 2 == 0):
+        raise ValueError(f"value_conv must be 0 or an odd number, got {kernel_size}")
+    return ValueConv(num_heads, kernel_size, sequence) if kernel_size else None
 
 
 class SoftmaxAttention(MultiHeadAttention):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention
 from softfree.layers.landmarks import Size
-from softfree.layers.plain import is_plain
+from softfree.layers.plain import are_plain, is_plain
 from softfree.ops.mlp import mlp
 from softfree.ops.norm import add_norm
 
@@ -24,19 +24,13 @@ class TanhMlp(Mlp):
         return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
 
     def _is_two_layers_and_gelu(self) -> bool:
+        drops = (self.drop1, self.drop2)
         return (
-            is_plain(self.fc1, nn.Linear)
-            and is_plain(self.act, nn.GELU)
+            are_plain((self.fc1, nn.Linear), (self.act, nn.GELU), (self.fc2, nn.Linear))
+            and are_plain((self.norm, nn.Identity), *((drop, nn.Dropout) for drop in drops))
             and self.act.approximate == "tanh"
-            and _is_off(self.drop1)
-            and is_plain(self.norm, nn.Identity)
-            and is_plain(self.fc2, nn.Linear)
-            and _is_off(self.drop2)
+            and not any(drop.p and drop.training for drop in drops)
         )
-
-
-def _is_off(dropout: nn.Dropout) -> bool:
-    return is_plain(dropout, nn.Dropout) and (dropout.p == 0 or not dropout.training)
 
 
 class Block(nn.Module):

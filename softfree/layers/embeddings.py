@@ -75,8 +75,13 @@ def resize_positions(
     weight: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0
 ) -> Tensor:
     """Positions (1, prefix + H * W, dim) of ``grid`` as positions of ``size``."""
-    image = weight[:, prefix:].unflatten(1, grid).permute(0, 3, 1, 2)
-    image = image.to(torch.promote_types(image.dtype, torch.float32))
-    image = F.interpolate(image, size=tuple(size), mode="bilinear", align_corners=False)
-    image = image.permute(0, 2, 3, 1).flatten(1, 2).to(weight.dtype)
+    image = resize(weight[:, prefix:].unflatten(1, grid).permute(0, 3, 1, 2), size)
+    image = image.permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat([weight[:, :prefix], image], 1) if prefix else image
+
+
+def resize(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """Maps (batch, channels, H, W) bilinearly at another size, computed in float32 at least."""
+    wide = image.to(torch.promote_types(image.dtype, torch.float32))
+    wide = F.interpolate(wide, size=tuple(size), mode="bilinear", align_corners=False)
+    return wide.to(image.dtype)

@@ -6,11 +6,14 @@ Wang et al., Linformer: Self-Attention with Linear Complexity, 2020. Heads, keys
 layer (the paper's key-value sharing).
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from softfree.layers.embeddings import resize
 from softfree.layers.landmarks import Size
 from softfree.layers.multihead import MultiHeadAttention, check_size
 from softfree.ops.shared.devices import exporting
@@ -65,9 +68,7 @@ class LinformerAttention(MultiHeadAttention):
             raise ValueError(f"stride must be >= 1, got {stride}")
         sides = (grid,) if isinstance(grid, int) else (grid[0], grid[1])
         if slots is None:
-            slots = 1
-            for side in sides:
-                slots *= -(-side // stride)
+            slots = math.prod(-(-side // stride) for side in sides)
         if slots < 1 or min(sides) < 1:
             raise ValueError(f"grid and slots must be >= 1, got grid={grid!r}, slots={slots}")
         self.sequence = sequence
@@ -90,9 +91,7 @@ class LinformerAttention(MultiHeadAttention):
             return weight.repeat(1, repeats)[:, :tokens]
         grid = weight.shape[1:]
         if exporting() or tuple(size) != tuple(grid):
-            wide = weight[None].to(torch.promote_types(weight.dtype, torch.float32))
-            resized = F.interpolate(wide, size=tuple(size), mode="bilinear", align_corners=False)
-            weight = resized[0].to(weight.dtype) * (grid.numel() / tokens)
+            weight = resize(weight[None], size)[0] * (grid.numel() / tokens)
         return weight.flatten(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, size: Size, mask: Tensor | None) -> Tensor:

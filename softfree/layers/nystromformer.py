@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softfree.layers.attention import ValueConv
+from softfree.layers.attention import create_value_conv
 from softfree.layers.landmarks import AverageLandmarks, Landmarks, LandmarkSpec, Size
 from softfree.layers.multihead import MultiHeadAttention, check_size
 from softfree.layers.pooling import Sampled, pool_segments
@@ -62,8 +62,6 @@ class NystromformerAttention(MultiHeadAttention):
         count = None if landmarks is None else LandmarkSpec.parse(landmarks).count
         if value_conv is None:
             value_conv = 33 if sequence else 9
-        if value_conv < 0 or (value_conv and value_conv % 2 == 0):
-            raise ValueError(f"value_conv must be 0 or an odd number, got {value_conv}")
         if stride < 1:
             raise ValueError(f"stride must be >= 1, got {stride}")
         if inverse_steps < 0:
@@ -75,7 +73,7 @@ class NystromformerAttention(MultiHeadAttention):
             self.sampler = SegmentMeans(count or DEFAULT_SEGMENTS)
         else:
             self.sampler = AverageLandmarks(stride, count)
-        self.value_conv = ValueConv(num_heads, value_conv, sequence) if value_conv else None
+        self.value_conv = create_value_conv(num_heads, value_conv, sequence)
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, inverse_steps={self.inverse_steps}"

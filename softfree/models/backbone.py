@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from timm.layers import to_2tuple, trunc_normal_
+from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -171,6 +172,13 @@ def _take_indices(parts: int, indices: int | Sequence[int] | None) -> tuple[list
     return feature_take_indices(
         parts, indices if indices is None or isinstance(indices, int) else list(indices)
     )
+
+
+def call_block(block: nn.Module, x: Tensor, size: tuple[int, int], recompute: bool) -> Tensor:
+    """``block(x, size)``, what is inside computed again in the backward pass instead of kept, if so wanted."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(block, x, size)
+    return block(x, size)
 
 
 def parse_img_size(img_size: ImageSize) -> tuple[int, int]:

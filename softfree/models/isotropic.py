@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import calculate_drop_path_rates
-from timm.models import checkpoint, generate_default_cfgs
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from softfree.layers.block import Block
 from softfree.layers.embeddings import PositionEmbedding
 from softfree.layers.factory import check_options, create_attention, default_mlp_ratio
 from softfree.layers.landmarks import Landmarks
-from softfree.models.backbone import Backbone, ImageSize, parse_img_size, to_tokens
+from softfree.models.backbone import Backbone, ImageSize, call_block, parse_img_size, to_tokens
 from softfree.models.registry import default_cfg, register
 
 
@@ -98,10 +98,7 @@ class SoftVisionTransformer(Backbone):
         x, size = to_tokens(self.patch_embed(x))
         x = self.pos_embed(x, size)
         for block in self.blocks:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, size)
-            else:
-                x = block(x, size)
+            x = call_block(block, x, size, self.grad_checkpointing)
             yield x, size
 
     def prune_after(self, last: int) -> None:

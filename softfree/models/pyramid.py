@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from timm.layers import calculate_drop_path_rates, trunc_normal_
-from timm.models import checkpoint, generate_default_cfgs
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from softfree.layers.attention import SoftmaxAttention
@@ -20,7 +20,14 @@ from softfree.layers.block import Block
 from softfree.layers.embeddings import PositionEmbedding, downsample, stem
 from softfree.layers.factory import check_options, create_attention, default_mlp_ratio
 from softfree.layers.landmarks import Landmarks
-from softfree.models.backbone import Backbone, ImageSize, parse_img_size, to_map, to_tokens
+from softfree.models.backbone import (
+    Backbone,
+    ImageSize,
+    call_block,
+    parse_img_size,
+    to_map,
+    to_tokens,
+)
 from softfree.models.registry import default_cfg, register
 
 STAGES = 4
@@ -46,10 +53,7 @@ class Stage(nn.Module):
             x = torch.cat([self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
         x = self.pos_embed(x, size)
         for block in self.blocks:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, size)
-            else:
-                x = block(x, size)
+            x = call_block(block, x, size, self.grad_checkpointing)
         return x
 
 
