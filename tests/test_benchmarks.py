@@ -3,19 +3,27 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
 from softfree.layers import attention
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
+def load(name):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
 def test_without_attention_a_layer_is_its_projections_and_the_convolution_of_its_values(
     monkeypatch,
 ):
-    spec = importlib.util.spec_from_file_location("script", FOLDER / "without_attention.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load("without_attention")
     # Set to what they are, these are set back after the test.
     monkeypatch.setattr(attention, "soft_attention", attention.soft_attention)
     whole = attention.SoftAttention
@@ -27,3 +35,70 @@ def test_without_attention_a_layer_is_its_projections_and_the_convolution_of_its
     assert not torch.allclose(layer(x, (6, 4)), expected)
     script.leave_attention_out()
     torch.testing.assert_close(layer(x, (6, 4)), expected)
+
+
+@pytest.fixture(scope="module")
+def compare_commits():
+    return load("compare_commits")
+
+
+def trained(script, *, losses=("2.5", "2.25"), speed=100.0, **weights):
+    weights = {name: torch.tensor(values) for name, values in (weights or {"w": [1.0]}).items()}
+    return script.Trained(list(losses), weights, speed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, ""),
+        ({"losses": ("2.5", "2.2500001")}, "step 2: loss 2.25, now 2.2500001"),
+        ({"losses": ("2.5",)}, "2 steps, now 1"),
+        ({"w": [1.0], "more": [0.0]}, "weights of only one: more"),
+        ({"w": [1.0000001]}, "losses are the same, the weight w is not"),
+        ({"w": [1]}, "the weight w is not"),
+    ],
+)
+def test_the_first_difference_of_two_runs_is_named(compare_commits, changed, words):
+    base, new = trained(compare_commits), trained(compare_commits, **changed)
+    found = compare_commits.first_difference(base, new)
+    assert words in found and bool(words) is bool(found)
+
+
+def test_bits_are_compared_and_not_values(compare_commits):
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert compare_commits.same_bits(nan, nan.clone())
+    assert not compare_commits.same_bits(zero, -zero)
+
+
+def test_the_median_of_the_turns_decides_over_the_speed(compare_commits):
+    def turn(new_speed):
+        return trained(compare_commits), trained(compare_commits, speed=new_speed)
+
+    within = compare_commits.compare([turn(96.0), turn(50.0), turn(99.0)])
+    slower = compare_commits.compare([turn(94.0), turn(50.0), turn(99.0)])
+    assert compare_commits.verdict([within], 0.05) == 0
+    assert compare_commits.verdict([within, slower], 0.05) == compare_commits.SLOWER == 3
+    other = trained(compare_commits, losses=("2.5", "3"))
+    different = compare_commits.compare([(trained(compare_commits), other)])
+    assert compare_commits.verdict([different, slower], 0.05) == compare_commits.DIFFERENT == 1
+
+
+def test_a_commit_that_differs_from_itself_is_told(compare_commits):
+    same, other = trained(compare_commits), trained(compare_commits, losses=("2.5", "3"))
+    assert "base differs from itself" in compare_commits.compare([(same, same), (other, same)])[0]
+    assert (
+        "new commit differs from itself"
+        in compare_commits.compare([(same, same), (same, other)])[0]
+    )
+
+
+def test_a_run_is_read_from_its_folder_without_the_speed_of_its_first_step(
+    compare_commits, tmp_path
+):
+    rows = ["step,loss,samples_per_s", "1,2.5,1", "2,2.25,90", "3,2,110", "4,1.5,100"]
+    (tmp_path / "train.csv").write_text("\n".join(rows))
+    (tmp_path / "last").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "last" / "model.safetensors")
+    found = compare_commits.read_run(tmp_path)
+    assert found.losses == ["2.5", "2.25", "2", "1.5"] and found.samples_per_s == 100
+    assert found.weights["w"].tolist() == [1, 1]

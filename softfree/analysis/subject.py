@@ -48,7 +48,7 @@ def load_subject(
     if checkpoint is not None:
         if model is not None:
             raise ValueError(
-                f"model {model} and checkpoint {checkpoint}: give one; a checkpoint knows its model"
+                f"`model` {model} and `checkpoint` {checkpoint}: give one; a checkpoint knows its model"
             )
         from softfree.training.tasks import load_for_inference
 
@@ -82,7 +82,7 @@ def load_subjects(
     """Every checkpoint, and every fresh model with every attention asked for."""
     subjects = [load_subject(path, None, device) for path in checkpoints]
     if checkpoints and attentions and not models:
-        raise ValueError("attentions are for fresh models; a checkpoint has its own")
+        raise ValueError("`attention` is for fresh models; a checkpoint has its own")
     for name in models or (() if checkpoints else (None,)):
         for attention in attentions or (None,):
             kwargs = {} if attention is None else {"attention": attention}
