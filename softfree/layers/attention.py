@@ -31,7 +31,7 @@ from softfree.layers.multihead import (
 from softfree.layers.plain import are_plain, is_plain
 from softfree.ops import image_attention, soft_attention
 from softfree.ops.attention import check_backend
-from softfree.ops.attention.inverse import check_iteration
+from softfree.ops.attention.settings import InverseSettings
 from softfree.ops.value_conv import value_conv
 
 
@@ -102,7 +102,7 @@ class SoftAttention(nn.Module):
             if not gain > 0:
                 raise ValueError(f"{name} must be > 0, got {gain}")
         check_backend(backend)
-        check_iteration(iterations, start, ridge)
+        InverseSettings(iterations, start, ridge).check()
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.sequence = sequence
@@ -200,22 +200,22 @@ class SoftAttention(nn.Module):
         grid, window, pooling = sampler.windows_and_pooling(x, size)
         return image_attention.image_attention(
             x,
-            self.qv.weight,
-            self.qv.bias,
-            sampler.weight.view(self.head_dim, self.head_dim, *window),
-            sampler.norm.weight,
-            sampler.norm.bias,
-            conv.weight,
-            self.proj.weight,
-            self.proj.bias,
+            image_attention.Weights(
+                self.qv.weight,
+                self.qv.bias,
+                sampler.weight.view(self.head_dim, self.head_dim, *window),
+                sampler.norm.weight,
+                sampler.norm.bias,
+                conv.weight,
+                self.proj.weight,
+                self.proj.bias,
+            ),
             pooling,
             grid,
             size,
             eps=sampler.norm.eps,
             normalize=self.normalize,
-            iterations=self.iterations,
-            start=self.start,
-            ridge=self.ridge,
+            inverse=InverseSettings(self.iterations, self.start, self.ridge),
         )
 
 

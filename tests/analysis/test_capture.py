@@ -10,6 +10,7 @@ from torch import nn
 import softfree
 from softfree.analysis.capture import SoftLayer, SoftmaxLayer, capture_attention
 from softfree.ops.attention import reference
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 
 from .small import small
 
@@ -24,10 +25,10 @@ def explicit_matrix(layer: SoftLayer) -> torch.Tensor:
     """The n x n matrix, by letting the definition attend to an identity."""
     values = torch.eye(layer.tokens).double().expand(1, layer.heads, -1, -1)
     q, landmarks = layer.queries[None].double(), layer.landmarks[None].double()
-    settings = {
-        k: getattr(layer, k) for k in ("scale", "normalize", "iterations", "start", "ridge")
-    }
-    return layer.share * reference.soft_attention(q, q, values, landmarks, **settings)[0]
+    inverse = InverseSettings(layer.iterations, layer.start, layer.ridge)
+    settings = AttentionSettings(layer.scale, layer.normalize, inverse)
+    out = reference.soft_attention(q, None, values, landmarks, None, None, settings)
+    return layer.share * out[0]
 
 
 @pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny", "softpp_vit_small"])

@@ -24,6 +24,7 @@ from softfree.ops.attention.mixing import (
     mixing_backward,
     mixing_matrix,
 )
+from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.shared.shapes import token_tensor
 
@@ -44,18 +45,12 @@ def forward(
     landmarks: Tensor,
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
-    scale: float,
-    normalize: bool,
-    iterations: int,
-    start: str,
-    ridge: float,
+    settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), ``U = P V`` in :func:`sums_shape`."""
-    points = _Landmarks(landmarks, landmark_mask, scale)
-    a, inverse = invert_landmarks(
-        points.values, landmark_mask, scale=scale, iterations=iterations, start=start, ridge=ridge
-    )
-    mixing = mixing_matrix(a, inverse, normalize)
+    points = _Landmarks(landmarks, landmark_mask, settings.scale)
+    a, inverse = invert_landmarks(points.values, landmark_mask, settings)
+    mixing = mixing_matrix(a, inverse, settings.normalize)
     x = token_tensor(q, v.shape[-1])
     u = points.values.new_zeros(*landmarks.shape[:3], v.shape[-1])
     keys = _Tokens("keys", q if k is None else k, points)
@@ -93,8 +88,7 @@ def backward(
     landmark_mask: Tensor | None,
     inverse: Tensor,
     u: Tensor,
-    scale: float,
-    normalize: bool,
+    settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k (an empty tensor where k is None), v and landmarks.
 
@@ -103,8 +97,8 @@ def backward(
     With ``E = R * (G W^T)`` for queries and ``E = P^T * (V dU^T)`` for keys, the exponential's part is
     ``dQ = scale (E L - rowsum(E) Q)`` and ``dL = scale (E^T Q - colsum(E) L)``.
     """
-    points = _Landmarks(landmarks, landmark_mask, scale)
-    a = landmark_matrix(points.values, landmark_mask, scale)
+    points = _Landmarks(landmarks, landmark_mask, settings.scale)
+    a = landmark_matrix(points.values, landmark_mask, settings.scale)
     kept = u.numel() > 0
     if not kept:
         u = points.values.new_zeros(*landmarks.shape[:3], v.shape[-1])
@@ -131,8 +125,7 @@ def backward(
             inverse[batch],
             points.values[batch],
             None if landmark_mask is None else landmark_mask[batch],
-            scale=scale,
-            normalize=normalize,
+            settings,
         )
         w, grad_u = w.flatten(0, 1), grad_u.flatten(0, 1)
         grad_landmarks[batch] = through_inverse
@@ -216,7 +209,7 @@ class _Landmarks:
         self.far = looks and scale * norms.max().item() > FAR
         self.scratch = _Scratch(self.values)
 
-    def wide_exponent(self, points: Tensor, batch: slice) -> Tensor:
+    def exponent_in_float64(self, points: Tensor, batch: slice) -> Tensor:
         """The exponent of centred tokens (batch * heads, chunk, d) in float64."""
         points, landmarks = points.double(), self.centred[batch].flatten(0, 1).double()
         norms = points.square().sum(-1, keepdim=True) + landmarks.square().sum(-1)[:, None, :]
@@ -247,7 +240,7 @@ class _Tokens:
         self.points = points.flatten(0, 1)
         exponent = marks.scratch(self.name + " kernel", (rows * heads, length, marks.count))
         if marks.far:
-            exponent.copy_(marks.wide_exponent(self.points, batch))
+            exponent.copy_(marks.exponent_in_float64(self.points, batch))
         else:
             bias, factor = marks.bias[batch].flatten(0, 1), marks.factor[batch].flatten(0, 1)
             torch.baddbmm(bias, self.points, factor, out=exponent)

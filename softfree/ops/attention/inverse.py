@@ -9,9 +9,9 @@ and not only an accuracy.
 import torch
 from torch import Tensor
 
+from softfree.ops.attention.settings import InverseSettings
 from softfree.ops.shared.precision import compute_dtype
 
-STARTS = ("scaled", "halving")
 # The largest alpha, as a part of the papers' 2 / ||A||_1^2, which is the edge of divergence. The
 # authors' code uses 0.9 (their 1.8).
 SAFE_FACTOR = 0.9
@@ -23,16 +23,6 @@ HALVINGS = 10
 # either start. A look costs about as much as a step.
 EARLY_STOPS = (7, 13)
 HALVING_TOLERANCE = 0.01
-
-
-def check_iteration(iterations: int, start: str, ridge: float) -> None:
-    """Raise if the iteration's settings make no sense."""
-    if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 0:
-        raise ValueError(f"iterations must be an integer >= 0, got {iterations!r}")
-    if start not in STARTS:
-        raise ValueError(f"start must be one of {', '.join(map(repr, STARTS))}, got {start!r}")
-    if not isinstance(ridge, (int, float)) or not 0 <= ridge < float("inf"):
-        raise ValueError(f"ridge must be a finite number >= 0, got {ridge!r}")
 
 
 def add_ridge(a: Tensor, ridge: float) -> Tensor:
@@ -67,19 +57,17 @@ def start_value(a: Tensor, start: str, ridge: float = 0.0) -> Tensor:
     return torch.minimum(alpha * torch.exp2(-halvings), bound)[..., None, None]
 
 
-def newton_iterate(
-    a: Tensor, iterations: int, start: str, ridge: float, *, may_stop_early: bool = False
-) -> Tensor:
+def newton_iterate(a: Tensor, settings: InverseSettings, *, may_stop_early: bool = False) -> Tensor:
     """Run the iteration on matrices of shape (..., m, m); differentiable step by step.
 
     ``may_stop_early`` reuses its buffers and ends the loop once a further step would change nothing but
     rounding: not differentiable, and since it reads the residual meant for the CPU.
     """
-    b = add_ridge(a, ridge)
-    y = start_value(a, start, ridge) * b
+    b = add_ridge(a, settings.ridge)
+    y = start_value(a, settings.start, settings.ridge) * b
     if may_stop_early:
-        return _iterate_in_place(b, y, iterations)
-    for _ in range(iterations):
+        return _iterate_in_place(b, y, settings.iterations)
+    for _ in range(settings.iterations):
         y = 2 * y - y @ b @ y
     return y
 
@@ -105,8 +93,8 @@ class _NewtonInverse(torch.autograd.Function):
     """The iteration with the gradient of an inverse, dA = -Y^T dY Y^T (Eq. 12)."""
 
     @staticmethod
-    def forward(ctx, a: Tensor, iterations: int, start: str, ridge: float) -> Tensor:
-        y = newton_iterate(a, iterations, start, ridge)
+    def forward(ctx, a: Tensor, settings: InverseSettings) -> Tensor:
+        y = newton_iterate(a, settings)
         ctx.save_for_backward(y)
         return y
 
@@ -114,7 +102,7 @@ class _NewtonInverse(torch.autograd.Function):
     def backward(ctx, grad_y: Tensor):
         (y,) = ctx.saved_tensors
         with torch.autocast(y.device.type, enabled=False):
-            return -(y.mT @ grad_y.to(y.dtype) @ y.mT), None, None, None
+            return -(y.mT @ grad_y.to(y.dtype) @ y.mT), None
 
 
 def _check_matrix(a: Tensor) -> None:
@@ -127,7 +115,7 @@ def _check_matrix(a: Tensor) -> None:
 
 
 def newton_inverse(
-    a: Tensor, iterations: int = 20, *, start: str = "scaled", ridge: float = 0.0
+    a: Tensor, iterations: int = 20, *, start: str = "halving", ridge: float = 0.0
 ) -> Tensor:
     """Regularised inverse of symmetric positive semi-definite matrices.
 
@@ -138,7 +126,7 @@ def newton_inverse(
     Args:
         a: (..., m, m), symmetric. Half precision is computed in float32.
         iterations: Newton steps.
-        start: how ``alpha`` is chosen, ``"scaled"`` or ``"halving"``, per matrix
+        start: how ``alpha`` is chosen, ``"halving"`` or ``"scaled"``, per matrix
             (see :func:`softfree.ops.inverse.start_value`).
         ridge: added to the diagonal.
 
@@ -153,15 +141,21 @@ def newton_inverse(
                 [0., 1.]])
     """
     _check_matrix(a)
-    check_iteration(iterations, start, ridge)
+    settings = InverseSettings(iterations, start, ridge)
+    settings.check()
+    return invert(a, settings)
+
+
+def invert(a: Tensor, settings: InverseSettings) -> Tensor:
+    """:func:`softfree.newton_inverse` without its checks."""
     with torch.autocast(a.device.type, enabled=False):
-        y = _NewtonInverse.apply(a.to(compute_dtype(a.dtype)), iterations, start, ridge)
+        y = _NewtonInverse.apply(a.to(compute_dtype(a.dtype)), settings)
     return y.to(a.dtype)
 
 
 @torch.no_grad()
 def newton_residuals(
-    a: Tensor, iterations: int = 20, *, start: str = "scaled", ridge: float = 0.0
+    a: Tensor, iterations: int = 20, *, start: str = "halving", ridge: float = 0.0
 ) -> Tensor:
     """How far each Newton step is from an inverse: ``||B Y_k B - B||_2 / ||B||_2``, ``B = A + ridge I``.
 
@@ -178,7 +172,7 @@ def newton_residuals(
         torch.Size([7])
     """
     _check_matrix(a)
-    check_iteration(iterations, start, ridge)
+    InverseSettings(iterations, start, ridge).check()
     with torch.autocast(a.device.type, enabled=False):
         a = a.to(compute_dtype(a.dtype))
         b = add_ridge(a, ridge)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from softfree.ops.attention.inverse import newton_iterate
 from softfree.ops.attention.reference import landmark_kernel, normalize_inverse
+from softfree.ops.attention.settings import AttentionSettings
 
 
 def landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
@@ -18,18 +19,12 @@ def landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: floa
 
 
 def invert_landmarks(
-    landmarks: Tensor,
-    landmark_mask: Tensor | None,
-    *,
-    scale: float,
-    iterations: int,
-    start: str,
-    ridge: float,
+    landmarks: Tensor, landmark_mask: Tensor | None, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor]:
     """Kernel matrix and inverse of landmarks (batch, heads, m, d): two (batch, heads, m, m)."""
-    a = landmark_matrix(landmarks, landmark_mask, scale)
+    a = landmark_matrix(landmarks, landmark_mask, settings.scale)
     on_cpu = a.device.type == "cpu"
-    return a, newton_iterate(a, iterations, start, ridge, may_stop_early=on_cpu)
+    return a, newton_iterate(a, settings.inverse, may_stop_early=on_cpu)
 
 
 def mixing_matrix(a: Tensor, inverse: Tensor, normalize: bool) -> Tensor:
@@ -44,9 +39,7 @@ def mixing_backward(
     inverse: Tensor,
     landmarks: Tensor,
     landmark_mask: Tensor | None,
-    *,
-    scale: float,
-    normalize: bool,
+    settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From dW to ``W = Y' U``, ``dU = Y'^T dW`` and the gradient of the landmarks through ``Y'`` alone.
 
@@ -59,19 +52,19 @@ def mixing_backward(
         grad_w, u: (batch, heads, m, d_v); a, inverse: (batch, heads, m, m);
             landmarks: (batch, heads, m, d), 0 where masked.
     """
-    root = a.sum(-1, keepdim=True).rsqrt() if normalize else a.new_ones(())
+    root = a.sum(-1, keepdim=True).rsqrt() if settings.normalize else a.new_ones(())
     root_u, root_grad_w = root * u, root * grad_w
     right = inverse @ root_u
     left = inverse.mT @ root_grad_w
     grad_a = -(left @ right.mT)
-    if normalize:
+    if settings.normalize:
         rows = (root_grad_w * right + root_u * left).sum(-1, keepdim=True)
         grad_a = grad_a - 0.5 * root.square() * rows
-    e = scale * a * (grad_a + grad_a.mT)
+    e = settings.scale * a * (grad_a + grad_a.mT)
     if landmark_mask is not None:
         e = torch.where(landmark_mask[:, None, :, None] & landmark_mask[:, None, None, :], e, 0)
     # Close landmarks far from the origin: the difference cancels most digits of its terms, and at this
     # size float64 costs little.
-    e, wide = e.double(), landmarks.double()
-    grad_landmarks = (e @ wide - e.sum(-1, keepdim=True) * wide).to(landmarks.dtype)
+    e, points = e.double(), landmarks.double()
+    grad_landmarks = (e @ points - e.sum(-1, keepdim=True) * points).to(landmarks.dtype)
     return root * right, root * left, grad_landmarks

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from softfree.ops.attention import chunked, exportable, reference
-from softfree.ops.attention.inverse import check_iteration
+from softfree.ops.attention import chunked, reference
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 from softfree.ops.shared import devices
-from softfree.ops.shared.precision import autocast, compute_dtype, full_precision
-from softfree.ops.shared.registration import register
+from softfree.ops.shared.precision import autocast, compute_dtype
+from softfree.ops.shared.registration import flatten, register
 from softfree.ops.shared.shapes import token_tensor
 
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -90,33 +89,17 @@ def soft_attention(
     k = None if k is q else k
     q, k, v, landmarks = map(autocast, (q, k, v, landmarks))
     _check_tensors(q, k, v, landmarks, key_mask, landmark_mask)
-    check_iteration(iterations, start, ridge)
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1])
-    elif not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+    settings = AttentionSettings(
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        normalize=bool(normalize),
+        inverse=InverseSettings(iterations, start, ridge),
+    )
+    settings.check()
     check_backend(backend)
-    settings = (float(scale), bool(normalize), iterations, start, float(ridge))
-    if backend == "reference":
-        return reference.soft_attention(
-            q,
-            q if k is None else k,
-            v,
-            landmarks,
-            key_mask,
-            landmark_mask,
-            scale=settings[0],
-            normalize=normalize,
-            iterations=iterations,
-            start=start,
-            ridge=ridge,
-        )
-    if devices.exporting():
-        with torch.autocast(q.device.type, enabled=False):
-            return exportable.soft_attention(q, k, v, landmarks, key_mask, landmark_mask, *settings)
-    return FORWARD(q, k, v, landmarks, key_mask, landmark_mask, *settings, _choose(backend, q, v))[
-        0
-    ]
+    inputs = (q, k, v, landmarks, key_mask, landmark_mask, settings)
+    if backend == "reference" or devices.exporting():
+        return reference.soft_attention(*inputs, exportable=backend != "reference")
+    return FORWARD(*flatten(*inputs, _choose(backend, q, v)))[0]
 
 
 def check_backend(backend: str) -> None:
@@ -221,33 +204,20 @@ def _check_mask(name: str, mask: Tensor | None, q: Tensor, length: int) -> None:
         raise ValueError(f"{name} must be on q's device {q.device}, got {mask.device}")
 
 
-def _attention(
+def _forward(
     q: Tensor,
     k: Tensor | None,
     v: Tensor,
     landmarks: Tensor,
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
-    scale: float,
-    normalize: bool,
-    iterations: int,
-    start: str,
-    ridge: float,
+    settings: AttentionSettings,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with (
-        torch.autocast(q.device.type, enabled=False),
-        full_precision(q.device),
-        devices.on(q.device),
-    ):
-        return _implementation(backend).forward(
-            q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge
-        )
+    return _implementation(backend).forward(q, k, v, landmarks, key_mask, landmark_mask, settings)
 
 
-def _fake(
-    q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, iterations, start, ridge, backend
-):
+def fake(q, k, v, landmarks, key_mask, landmark_mask, settings, backend):
     small = landmarks.new_empty(0, dtype=compute_dtype(q.dtype))
     return (
         token_tensor(q, v.shape[-1]),
@@ -256,7 +226,16 @@ def _fake(
     )
 
 
-def _attention_backward(
+def flops(q, k, v, landmarks, key_mask, landmark_mask, settings, backend) -> int:
+    """Of one evaluation: kernels, P V, inverse, Y' U and R W."""
+    batch, heads, n, d = q
+    m, d_v = landmarks[2], v[3]
+    tokens = n * m * (d + d_v) + v[2] * m * (d_v if k is None else d + d_v)
+    matrices = m * m * d + 2 * settings.inverse.iterations * m**3 + m * m * d_v
+    return 2 * batch * heads * (tokens + matrices)
+
+
+def _backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor | None,
@@ -266,23 +245,15 @@ def _attention_backward(
     landmark_mask: Tensor | None,
     inverse: Tensor,
     u: Tensor,
-    scale: float,
-    normalize: bool,
+    settings: AttentionSettings,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with (
-        torch.autocast(q.device.type, enabled=False),
-        full_precision(q.device),
-        devices.on(q.device),
-    ):
-        return _implementation(backend).backward(
-            grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize
-        )
+    return _implementation(backend).backward(
+        grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, settings
+    )
 
 
-def _fake_backward(
-    grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, scale, normalize, backend
-):
+def _fake_backward(grad, q, k, v, landmarks, *_):
     return (
         token_tensor(q, q.shape[-1]),
         q.new_empty(0) if k is None else token_tensor(k, k.shape[-1]),
@@ -291,45 +262,31 @@ def _fake_backward(
     )
 
 
+def backward_flops(grad, q, k, v, landmarks, *_) -> int:
+    """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, Eq. 12; few tokens: P V."""
+    batch, heads, n, d = q
+    m, n_k, d_v = landmarks[2], v[2], v[3]
+    queries = n * m * (3 * d + 2 * d_v)
+    again = n_k <= chunked.FEW_TOKENS
+    keys = n_k * m * ((2 + again) * d_v + (0 if k is None else 3 * d))
+    matrices = 2 * m**3 + 3 * m * m * d_v + 2 * m * m * d
+    return 2 * batch * heads * (queries + keys + matrices)
+
+
 def _setup_context(ctx, inputs, output):
-    q, k, v, landmarks, key_mask, landmark_mask, scale, normalize, _, _, _, backend = inputs
-    ctx.save_for_backward(q, k, v, landmarks, key_mask, landmark_mask, *output[1:])
-    ctx.settings = (scale, normalize, backend)
+    *tensors, settings, backend = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.settings = (settings, backend)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx, grad, *_):
     if grad is None:
-        return (None,) * 12
+        return ()
     saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
-    q_grad, k_grad, v_grad, landmarks_grad = BACKWARD(grad, *saved, *ctx.settings)
-    k = saved[1]
-    return q_grad, None if k is None else k_grad, v_grad, landmarks_grad, *(None,) * 8
+    grad_q, grad_k, grad_v, grad_landmarks = BACKWARD(*flatten(grad, *saved, *ctx.settings))
+    return grad_q, None if saved[1] is None else grad_k, grad_v, grad_landmarks
 
 
-BACKWARD = register("attention_backward", _attention_backward, _fake_backward)
-FORWARD = register("attention", _attention, _fake, _setup_context, _gradient)
-
-
-@register_flop_formula(torch.ops.softfree.attention)
-def _attention_flops(
-    q_shape, k_shape, v_shape, landmarks_shape, _km, _lm, _s, normalize, iterations, *_, **__
-) -> int:
-    """Multiply-adds, counted twice, of one evaluation: kernels, P V, inverse, Y' U and R W."""
-    batch, heads, n, d = q_shape
-    m, d_v = landmarks_shape[2], v_shape[3]
-    tokens = n * m * (d + d_v) + (v_shape[2] * m * (d_v if k_shape is None else d + d_v))
-    matrices = m * m * d + 2 * iterations * m**3 + m * m * d_v
-    return 2 * batch * heads * (tokens + matrices)
-
-
-@register_flop_formula(torch.ops.softfree.attention_backward)
-def _attention_backward_flops(_g, q_shape, k_shape, v_shape, landmarks_shape, *_, **__) -> int:
-    """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, Eq. 12; few tokens: P V."""
-    batch, heads, n, d = q_shape
-    m, n_k, d_v = landmarks_shape[2], v_shape[2], v_shape[3]
-    queries = n * m * (3 * d + 2 * d_v)
-    again = n_k <= chunked.FEW_TOKENS
-    keys = n_k * m * ((2 + again) * d_v + (0 if k_shape is None else 3 * d))
-    matrices = 2 * m**3 + 3 * m * m * d_v + 2 * m * m * d
-    return 2 * batch * heads * (queries + keys + matrices)
+BACKWARD = register("attention_backward", _backward, _fake_backward, flops=backward_flops)
+FORWARD = register("attention", _forward, fake, _setup_context, _gradient, flops)

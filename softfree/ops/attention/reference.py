@@ -6,7 +6,8 @@ Written for reading: whole matrices, plain autograd, no chunks. Use it to check,
 import torch
 from torch import Tensor
 
-from softfree.ops.attention.inverse import newton_inverse, newton_iterate
+from softfree.ops.attention.inverse import invert, newton_iterate
+from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.shared.precision import compute_dtype
 
 
@@ -23,9 +24,23 @@ def gaussian_kernel(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     return torch.exp(-0.5 * scale * squared_distance(x, y))
 
 
-def landmark_kernel(landmarks: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def product_kernel(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """The same from one product, for exporters. The mean of ``y`` is subtracted first, so that little cancels."""
+    centre = y.mean(-2, keepdim=True)
+    x, y = x - centre, y - centre
+    norms = x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT
+    return torch.exp(-0.5 * scale * (norms - 2 * (x @ y.mT)).clamp(min=0))
+
+
+def landmark_kernel(
+    landmarks: Tensor, mask: Tensor | None, scale: float, exportable: bool = False
+) -> Tensor:
     """``A = kappa(L, L)``, (..., m, m); a landmark that is masked out is like none but itself."""
-    a = gaussian_kernel(landmarks, landmarks, scale)
+    if exportable:  # few enough for all differences
+        differences = landmarks[..., :, None, :] - landmarks[..., None, :, :]
+        a = torch.exp(-0.5 * scale * differences.square().sum(-1))
+    else:
+        a = gaussian_kernel(landmarks, landmarks, scale)
     if mask is None:
         return a
     both = mask[..., :, None] & mask[..., None, :]
@@ -40,58 +55,56 @@ def normalize_inverse(inverse: Tensor, a: Tensor) -> Tensor:
 
 def soft_attention(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     v: Tensor,
     landmarks: Tensor,
-    key_mask: Tensor | None = None,
-    landmark_mask: Tensor | None = None,
+    key_mask: Tensor | None,
+    landmark_mask: Tensor | None,
+    settings: AttentionSettings,
     *,
-    scale: float,
-    normalize: bool = True,
-    iterations: int = 20,
-    start: str = "halving",
-    ridge: float = 0.0,
     unrolled_gradient: bool = False,
+    exportable: bool = False,
 ) -> Tensor:
     """``X = kappa(Q, L) Y' (P V)`` with ``P = kappa(L, K)``, ``A = kappa(L, L)``, ``Y = inverse(A)``.
 
     ``Y'`` is ``Y`` (SOFT, Eq. 9) or ``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (SOFT++, Eq. 17).
 
     Args:
-        q: (batch, heads, n_q, d); k: (batch, heads, n_k, d); v: (batch, heads, n_k, d_v).
+        q: (batch, heads, n_q, d); k: (batch, heads, n_k, d), None: q; v: (batch, heads, n_k, d_v).
         landmarks: (batch, heads, m, d).
         key_mask: (batch, n_k) bool, True for keys that take part.
         landmark_mask: (batch, m) bool, True for landmarks that take part.
-        scale: factor of the squared distances.
+        settings: scale, normalize, and those of the inverse.
         unrolled_gradient: differentiate through the Newton steps instead of by Eq. 12.
+        exportable: for programs that leave Python (torch.export, ONNX): by operations that every exporter
+            translates, which leaves Eq. 12 and differences of all tokens out.
 
     Returns:
         (batch, heads, n_q, d_v) of ``q``'s dtype.
     """
+    scale, normalize, inverse = settings
+    kernel = product_kernel if exportable else gaussian_kernel
+    invert_by = newton_iterate if unrolled_gradient or exportable else invert
     with torch.autocast(q.device.type, enabled=False):
         out_dtype, dtype = q.dtype, compute_dtype(q.dtype)
-        q, k, v, landmarks = (t.to(dtype) for t in (q, k, v, landmarks))
+        q, v, landmarks = (t.to(dtype) for t in (q, v, landmarks))
+        k = q if k is None else k.to(dtype)
         if landmark_mask is not None:
             landmarks = torch.where(landmark_mask[:, None, :, None], landmarks, 0)
-        a = landmark_kernel(landmarks, _per_head(landmark_mask), scale)
+        a = landmark_kernel(landmarks, _per_head(landmark_mask), scale, exportable)
+        r = kernel(q, landmarks, scale)
         if key_mask is not None:  # what stands at a masked key, NaN included, must not matter
             k, v = (torch.where(key_mask[:, None, :, None], t, 0) for t in (k, v))
-        p = gaussian_kernel(landmarks, k, scale)
-        r = gaussian_kernel(q, landmarks, scale)
+        p = r.mT if k is q else kernel(k, landmarks, scale).mT
         if key_mask is not None:
             p = torch.where(key_mask[:, None, None, :], p, 0)
         if landmark_mask is not None:
             p = torch.where(landmark_mask[:, None, :, None], p, 0)
             r = torch.where(landmark_mask[:, None, None, :], r, 0)
-        invert = newton_iterate if unrolled_gradient else _eq12_inverse
-        y = invert(a, iterations, start, ridge)
+        y = invert_by(a, inverse)
         if normalize:
             y = normalize_inverse(y, a)
         return (r @ (y @ (p @ v))).to(out_dtype)
-
-
-def _eq12_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Tensor:
-    return newton_inverse(a, iterations, start=start, ridge=ridge)
 
 
 def _per_head(mask: Tensor | None) -> Tensor | None:

@@ -9,71 +9,108 @@ autograd would add up and copy full-size tensors.
 Registered as ``softfree::image_attention``, for half precision on a GPU.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops.attention import operator as attention
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 from softfree.ops.norm import operator as norm
 from softfree.ops.shared import devices
-from softfree.ops.shared.precision import autocast_dtype, full_precision
-from softfree.ops.shared.registration import register
+from softfree.ops.shared.precision import autocast_dtype
+from softfree.ops.shared.registration import flatten, register
 from softfree.ops.shared.sums import column_sums
 from softfree.ops.value_conv import operator as value_conv
 from softfree.ops.window_product import operator as window_product
 
 
+class Weights(NamedTuple):
+    """The layer's parameters.
+
+    qv_weight, qv_bias: of the projection to queries, which are the keys too, and values.
+    landmark_weight: (d, d, down, across), see :func:`softfree.ops.window_product.window_product`.
+    norm_weight, norm_bias: of the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
+    value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`.
+    proj_weight, proj_bias: of the projection of the result.
+    """
+
+    qv_weight: Tensor
+    qv_bias: Tensor | None
+    landmark_weight: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    value_weight: Tensor
+    proj_weight: Tensor
+    proj_bias: Tensor | None
+
+
+class Places(NamedTuple):
+    """Where the tokens lie.
+
+    rows, columns: of the tokens that landmarks are made of: the last ones.
+    height, width: of those that the values' convolution sees, the last ones; others pass unchanged.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    def before_grid(self, n: int) -> int:
+        return n - self.rows * self.columns
+
+    def before_image(self, n: int) -> int:
+        return n - self.height * self.width
+
+
+class Kept(NamedTuple):
+    """What the gradient needs of the forward pass: ``qv(x)``, the attention, window products, inverse, U."""
+
+    qv: Tensor
+    out: Tensor
+    products: Tensor
+    inverse: Tensor
+    u: Tensor
+
+
 def image_attention(
     x: Tensor,
-    qv_weight: Tensor,
-    qv_bias: Tensor | None,
-    landmark_weight: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    value_weight: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor | None,
+    weights: Weights,
     pooling: Tensor | None,
     grid: tuple[int, int],
     size: tuple[int, int],
     *,
     eps: float,
     normalize: bool,
-    iterations: int,
-    start: str,
-    ridge: float,
+    inverse: InverseSettings,
 ) -> Tensor:
     """``proj(share * soft_attention(q, None, v, landmarks) + value_conv(v))``, ``q, v = qv(x)``.
 
     Args:
         x: (batch, n, channels); see :func:`fits`.
-        qv_weight, qv_bias: of the projection to queries, which are the keys too, and values.
-        landmark_weight: (d, d, down, across), see :func:`softfree.ops.window_product.window_product`.
-        norm_weight, norm_bias, eps: of the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
-        value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`.
-        proj_weight, proj_bias: of the projection of the result.
+        weights: the layer's.
         pooling: (landmarks, windows), by which windows' landmarks are averaged; ``share`` is landmarks over
             windows. None: each window has its landmark.
         grid: (rows, columns) of the tokens that landmarks are made of: the last ones.
         size: (H, W) of those that the values' convolution sees, the last ones; others pass unchanged.
-        normalize, iterations, start, ridge: see :func:`softfree.soft_attention`.
+        eps: of the landmarks' norm.
+        normalize, inverse: see :func:`softfree.soft_attention`.
 
     Returns:
         (batch, n, channels)
     """
     dtype = autocast_dtype(x)
-    inputs = (
-        x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight, proj_bias
-    )  # fmt: skip
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
+    weights = weights._replace(
+        qv_weight=weights.qv_weight.to(dtype), proj_weight=weights.proj_weight.to(dtype)
+    )
+    head_dim = x.shape[2] // weights.value_weight.shape[0]
+    settings = AttentionSettings(head_dim**-0.5, normalize, inverse)
     return FORWARD(
-        x.to(dtype), qv_weight.to(dtype), qv_bias, landmark_weight, norm_weight, norm_bias,
-        value_weight, proj_weight.to(dtype), proj_bias, pooling, *grid, *size,
-        eps, normalize, iterations, start, ridge, keep,
-    )[0]  # fmt: skip
+        *flatten(x.to(dtype), weights, pooling, Places(*grid, *size), eps, settings, keep)
+    )[0]
 
 
 def fits(x: Tensor, value_weight: Tensor) -> bool:
@@ -87,149 +124,111 @@ def fits(x: Tensor, value_weight: Tensor) -> bool:
 
 def _forward(
     x: Tensor,
-    qv_weight: Tensor,
-    qv_bias: Tensor | None,
-    landmark_weight: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    value_weight: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor | None,
+    weights: Weights,
     pooling: Tensor | None,
-    rows: int,
-    columns: int,
-    height: int,
-    width: int,
+    places: Places,
     eps: float,
-    normalize: bool,
-    iterations: int,
-    start: str,
-    ridge: float,
+    settings: AttentionSettings,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result and, to ``keep``, what its gradient needs: qv, the attention, window products, inverse, U."""
+    """The result and, to ``keep``, what its gradient needs."""
     from softfree.ops.attention.kernels import launch
 
-    n = x.shape[1]
-    before_grid, before_image = n - rows * columns, n - height * width
-    with (
-        torch.autocast(x.device.type, enabled=False),
-        full_precision(x.device),
-        devices.on(x.device),
-    ):
-        qv = _linear(x.contiguous(), qv_weight, qv_bias)
-        q, v = _split(qv, value_weight)
-        products = window_product._forward(q[:, :, before_grid:], landmark_weight, rows, columns)
-        landmarks = _landmarks(products, norm_weight, norm_bias, pooling, eps)
-        by_head, inverse, u = launch.forward(
-            q, None, v, landmarks, None, None, _scale(q), normalize, iterations, start, ridge
-        )
-        out, values = _merge(by_head), _merge(v)
-        image = out[:, before_image:]
-        share = _share(pooling)
-        value_conv.convolve(
-            values[:, before_image:], value_weight, image, image, height, width, base_scale=share
-        )
-        if before_image:
-            out[:, :before_image].mul_(share).add_(values[:, :before_image])
-        if keep:
-            return _linear(out, proj_weight, proj_bias), qv, out, products, inverse, u
-        del qv, q, v, values, image, by_head  # their memory is free for the result
-        return _linear(out, proj_weight, proj_bias), *_nothing(x)
+    rows, columns, height, width = places
+    before_grid, before_image = places.before_grid(x.shape[1]), places.before_image(x.shape[1])
+    qv = _linear(x.contiguous(), weights.qv_weight, weights.qv_bias)
+    q, v = _split(qv, weights)
+    products = window_product.forward(q[:, :, before_grid:], weights.landmark_weight, rows, columns)
+    landmarks = _landmarks(products, weights, pooling, eps)
+    by_head, inverse, u = launch.forward(q, None, v, landmarks, None, None, settings)
+    out, values = _merge(by_head), _merge(v)
+    image = out[:, before_image:]
+    share = _share(pooling)
+    value_conv.convolve(
+        values[:, before_image:], weights.value_weight, image, image, height, width,
+        base_scale=share,
+    )  # fmt: skip
+    if before_image:
+        out[:, :before_image].mul_(share).add_(values[:, :before_image])
+    if keep:
+        return _project(out, weights), qv, out, products, inverse, u
+    del qv, q, v, values, image, by_head  # their memory is free for the result
+    return _project(out, weights), *_nothing(x)
 
 
-def _fake(
-    x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-    proj_bias, pooling, rows, columns, height, width, eps, normalize, iterations, start, ridge, keep,
-):  # fmt: skip
-    result = x.new_empty(*x.shape[:2], proj_weight.shape[0])
+def _fake(x, weights, pooling, places, eps, settings, keep):
+    result = x.new_empty(*x.shape[:2], weights.proj_weight.shape[0])
     if not keep:
         return result, *_nothing(x)
-    qv = x.new_empty(*x.shape[:2], qv_weight.shape[0])
-    q, v = _split(qv, value_weight)
-    products = window_product._empty_result(q, landmark_weight, rows, columns)
+    qv = x.new_empty(*x.shape[:2], weights.qv_weight.shape[0])
+    q, v = _split(qv, weights)
+    products = window_product.empty_result(q, weights.landmark_weight, places.rows, places.columns)
     landmarks = products if pooling is None else products[:, :, : pooling.shape[0]]
-    out, inverse, u = attention._fake(
-        q, None, v, landmarks, None, None, 1.0, normalize, iterations, start, ridge, "triton"
-    )
+    out, inverse, u = attention.fake(q, None, v, landmarks, None, None, settings, "triton")
     return result, qv, _merge(out), products, inverse, u
 
 
 def _backward(
     grad: Tensor,
     x: Tensor,
-    qv_weight: Tensor,
-    landmark_weight: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    value_weight: Tensor,
-    proj_weight: Tensor,
+    weights: Weights,
     pooling: Tensor | None,
-    qv: Tensor,
-    out: Tensor,
-    products: Tensor,
-    inverse: Tensor,
-    u: Tensor,
-    rows: int,
-    columns: int,
-    height: int,
-    width: int,
+    kept: Kept,
+    places: Places,
     eps: float,
-    normalize: bool,
+    settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of weight and bias of qv, landmarks, norm (both), values, and weight and bias of proj."""
+    """Gradients of x, of weight and bias of qv, landmarks, norm (both), values, and weight and bias of proj.
+
+    Those of the biases are in float32.
+    """
     from softfree.ops.attention.kernels import launch
 
-    q, v = _split(qv, value_weight)
-    grad_qv = torch.empty(qv.shape, dtype=qv.dtype, device=qv.device)
-    grad_q, grad_v = _split(grad_qv, value_weight)
-    n = x.shape[1]
-    before_grid, before_image = n - rows * columns, n - height * width
-    with (
-        torch.autocast(x.device.type, enabled=False),
-        full_precision(x.device),
-        devices.on(x.device),
-    ):
-        grad_out, grad_proj_weight, grad_proj_bias = _linear_backward(grad, out, proj_weight)
-        landmarks = _landmarks(products, norm_weight, norm_bias, pooling, eps)
-        by_head = grad_out.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
-        *_, grad_landmarks = launch.backward(
-            by_head, q, None, v, landmarks, None, None, inverse, u, _scale(q), normalize,
-            into=(grad_q, grad_v),
-        )  # fmt: skip
-        share = _share(pooling)
-        if pooling is not None:
-            grad_landmarks = pooling.T.to(landmarks.dtype) @ grad_landmarks.mul_(share)
-        grad_products, grad_norm = norm.landmark_backward(
-            grad_landmarks, products, norm_weight, norm_bias, q.shape[3] ** -0.25, eps
-        )
-        grad_landmark_weight = window_product.write_gradient(
-            grad_products, q[:, :, before_grid:], landmark_weight, rows, columns,
-            grad_q[:, :, before_grid:], kept=share,
-        )  # fmt: skip
-        if before_grid:
-            grad_q[:, :, :before_grid].mul_(share)
-        values, grad_values = _merge(v), _merge(grad_v)
-        grad_value_weight = value_conv.write_gradient(
-            grad_out[:, before_image:], values[:, before_image:], value_weight, height, width,
-            grad_values[:, before_image:], kept=share,
-        )  # fmt: skip
-        if before_image:
-            grad_values[:, :before_image].mul_(share).add_(grad_out[:, :before_image])
-        return (
-            *_linear_backward(grad_qv, x, qv_weight),
-            grad_landmark_weight,
-            grad_norm,
-            grad_value_weight,
-            grad_proj_weight,
-            grad_proj_bias,
-        )
+    rows, columns, height, width = places
+    before_grid, before_image = places.before_grid(x.shape[1]), places.before_image(x.shape[1])
+    q, v = _split(kept.qv, weights)
+    grad_qv = torch.empty(kept.qv.shape, dtype=kept.qv.dtype, device=kept.qv.device)
+    grad_q, grad_v = _split(grad_qv, weights)
+    grad_out, grad_proj_weight, grad_proj_bias = _linear_backward(
+        grad, kept.out, weights.proj_weight
+    )
+    landmarks = _landmarks(kept.products, weights, pooling, eps)
+    by_head = grad_out.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
+    *_, grad_landmarks = launch.backward(
+        by_head, q, None, v, landmarks, None, None, kept.inverse, kept.u, settings,
+        into=(grad_q, grad_v),
+    )  # fmt: skip
+    share = _share(pooling)
+    if pooling is not None:
+        grad_landmarks = pooling.T.to(landmarks.dtype) @ grad_landmarks.mul_(share)
+    grad_products, grad_norm = norm.landmark_backward(
+        grad_landmarks, kept.products, weights.norm_weight, weights.norm_bias,
+        q.shape[3] ** -0.25, eps,
+    )  # fmt: skip
+    grad_landmark_weight = window_product.write_gradient(
+        grad_products, q[:, :, before_grid:], weights.landmark_weight, rows, columns,
+        grad_q[:, :, before_grid:], kept=share,
+    )  # fmt: skip
+    if before_grid:
+        grad_q[:, :, :before_grid].mul_(share)
+    values, grad_values = _merge(v), _merge(grad_v)
+    grad_value_weight = value_conv.write_gradient(
+        grad_out[:, before_image:], values[:, before_image:], weights.value_weight, height, width,
+        grad_values[:, before_image:], kept=share,
+    )  # fmt: skip
+    if before_image:
+        grad_values[:, :before_image].mul_(share).add_(grad_out[:, :before_image])
+    return (
+        *_linear_backward(grad_qv, x, weights.qv_weight),
+        grad_landmark_weight,
+        grad_norm,
+        grad_value_weight,
+        grad_proj_weight,
+        grad_proj_bias,
+    )
 
 
-def _fake_backward(
-    grad, x, qv_weight, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-    pooling, qv, out, products, inverse, u, rows, columns, height, width, eps, normalize,
-):  # fmt: skip
+def _fake_backward(grad, x, weights, *_):
     def like(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
@@ -238,94 +237,82 @@ def _fake_backward(
 
     return (
         like(x),
-        like(qv_weight),
-        bias_of(qv_weight),
-        like(landmark_weight),
-        norm_weight.new_empty(2, *norm_weight.shape),
-        like(value_weight),
-        like(proj_weight),
-        bias_of(proj_weight),
+        like(weights.qv_weight),
+        bias_of(weights.qv_weight),
+        like(weights.landmark_weight),
+        weights.norm_weight.new_empty(2, *weights.norm_weight.shape),
+        like(weights.value_weight),
+        like(weights.proj_weight),
+        bias_of(weights.proj_weight),
     )
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, qv_weight, qv_bias, *middle, proj_weight, proj_bias, pooling = inputs[:10]
-    ctx.save_for_backward(x, qv_weight, *middle, proj_weight, pooling, *output[1:])
-    ctx.settings = inputs[10:16]
-    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (qv_bias, proj_bias)]
+    x, weights, pooling, *settings, _ = inputs
+    ctx.save_for_backward(x, *weights, pooling, *output[1:])
+    ctx.settings = settings
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, grad, *_):
     if grad is None:
-        return (None,) * 20
+        return ()
+    saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
     x, qv_weight, qv_bias, landmark_weight, grad_norm, value_weight, proj_weight, proj_bias = (
-        BACKWARD(grad, *ctx.saved_tensors, *ctx.settings)
+        BACKWARD(*flatten(grad, *saved, *ctx.settings))
     )
+    weights = Weights(*saved[1:9])
     qv_bias, proj_bias = (
-        None if dtype is None else bias.to(dtype)
-        for bias, dtype in zip((qv_bias, proj_bias), ctx.bias_dtypes, strict=True)
+        None if bias is None else found.to(bias.dtype)
+        for found, bias in ((qv_bias, weights.qv_bias), (proj_bias, weights.proj_bias))
     )
-    norm_weight, norm_bias = grad_norm.unbind()
     return (
-        x, qv_weight, qv_bias, landmark_weight, norm_weight, norm_bias, value_weight, proj_weight,
-        proj_bias, *(None,) * 11,
+        x, qv_weight, qv_bias, landmark_weight, *grad_norm.unbind(), value_weight, proj_weight,
+        proj_bias,
     )  # fmt: skip
 
 
-BACKWARD = register("image_attention_backward", _backward, _fake_backward)
-FORWARD = register("image_attention", _forward, _fake, _setup, _gradient)
+def _flops(x, weights, pooling, places, eps, settings, keep) -> int:
+    """Of its parts."""
+    around, q, landmarks = _flops_around(x, weights, pooling, places)
+    return around + attention.flops(q, None, q, landmarks, None, None, settings, "triton")
 
 
-@register_flop_formula(torch.ops.softfree.image_attention)
-def _flops(
-    x_shape, qv_shape, _qv_bias, landmark_shape, _weight, _bias, value_shape, proj_shape, _proj_bias,
-    pooling_shape, rows, columns, height, width, _eps, normalize, iterations, *_, **__,
-) -> int:  # fmt: skip
-    """Of its parts, each multiply-add counted twice."""
-    shapes = (x_shape, qv_shape, landmark_shape, value_shape, proj_shape, pooling_shape)
-    around, q_shape, landmarks_shape = _flops_around(*shapes, rows, columns, height, width)
-    return around + attention._attention_flops(
-        q_shape, None, q_shape, landmarks_shape, None, None, 1.0, normalize, iterations
-    )
+def _backward_flops(grad, x, weights, pooling, kept, places, eps, settings) -> int:
+    around, q, landmarks = _flops_around(x, weights, pooling, places)
+    return 2 * around + attention.backward_flops(None, q, None, q, landmarks)
 
 
-@register_flop_formula(torch.ops.softfree.image_attention_backward)
-def _backward_flops(
-    _grad, x_shape, qv_shape, landmark_shape, _weight, _bias, value_shape, proj_shape, pooling_shape,
-    _qv, _out, _products, _inverse, _u, rows, columns, height, width, *_, **__,
-) -> int:  # fmt: skip
-    shapes = (x_shape, qv_shape, landmark_shape, value_shape, proj_shape, pooling_shape)
-    around, q_shape, landmarks_shape = _flops_around(*shapes, rows, columns, height, width)
-    return 2 * around + attention._attention_backward_flops(
-        None, q_shape, None, q_shape, landmarks_shape
-    )
-
-
-def _flops_around(
-    x_shape, qv_shape, landmark_shape, value_shape, proj_shape, pooling_shape,
-    rows, columns, height, width,
-) -> tuple[int, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+def _flops_around(x, weights, pooling, places) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Of projections, convolutions and pooling; shapes of queries and landmarks."""
-    batch, n, channels = x_shape
-    heads = value_shape[0]
-    q_shape = (batch, heads, n, channels // heads)
-    down, across = window_product.window_grid((rows, columns), landmark_shape[2:])
+    batch, n, channels = x
+    heads = weights.value_weight[0]
+    q = (batch, heads, n, channels // heads)
+    window = weights.landmark_weight[2:]
+    down, across = window_product.window_grid((places.rows, places.columns), window)
     landmarks, pooled = down * across, 0
-    if pooling_shape is not None:
-        landmarks = pooling_shape[0]
-        pooled = 2 * batch * channels * landmarks * pooling_shape[1]
-    convolution = 2 * batch * height * width * channels * value_shape[-1] ** 2
-    projections = 2 * batch * n * channels * (qv_shape[0] + proj_shape[0])
-    products = window_product._flops(q_shape, landmark_shape, rows, columns)
+    if pooling is not None:
+        landmarks = pooling[0]
+        pooled = 2 * batch * channels * landmarks * pooling[1]
+    image = places.height * places.width
+    convolution = 2 * batch * image * channels * weights.value_weight[-1] ** 2
+    projections = 2 * batch * n * channels * (weights.qv_weight[0] + weights.proj_weight[0])
+    products = window_product.flops(q, weights.landmark_weight, places.rows, places.columns)
     around = projections + products + pooled + convolution
-    return around, q_shape, (batch, heads, landmarks, q_shape[3])
+    return around, q, (batch, heads, landmarks, q[3])
 
 
-def _nothing(like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+BACKWARD = register("image_attention_backward", _backward, _fake_backward, flops=_backward_flops)
+FORWARD = register("image_attention", _forward, _fake, _setup, _gradient, _flops)
+
+
+def _nothing(like: Tensor) -> Kept:
     """In the place of what is kept for the gradient."""
-    a, b, c, d, e = (like.new_empty(0) for _ in range(5))
-    return a, b, c, d, e
+    return Kept(*(like.new_empty(0) for _ in Kept._fields))
+
+
+def _project(out: Tensor, weights: Weights) -> Tensor:
+    return _linear(out, weights.proj_weight, weights.proj_bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -339,9 +326,9 @@ def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, T
     return grad_x, rows.T @ x.reshape(-1, x.shape[2]), column_sums(rows)
 
 
-def _split(qv: Tensor, value_weight: Tensor) -> tuple[Tensor, Tensor]:
+def _split(qv: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     """Queries and values by head, (batch, heads, n, d) each, where they lie."""
-    heads = value_weight.shape[0]
+    heads = weights.value_weight.shape[0]
     q, v = qv.unflatten(2, (2, heads, qv.shape[2] // heads // 2)).transpose(1, 3).unbind(2)
     return q, v
 
@@ -351,17 +338,13 @@ def _merge(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).flatten(2)
 
 
-def _landmarks(
-    products: Tensor, weight: Tensor, bias: Tensor, pooling: Tensor | None, eps: float
-) -> Tensor:
-    landmarks = norm.landmark_forward(products, weight, bias, products.shape[3] ** -0.25, eps)
+def _landmarks(products: Tensor, weights: Weights, pooling: Tensor | None, eps: float) -> Tensor:
+    landmarks = norm.landmark_forward(
+        products, weights.norm_weight, weights.norm_bias, products.shape[3] ** -0.25, eps
+    )
     return landmarks if pooling is None else pooling.to(landmarks.dtype) @ landmarks
 
 
 def _share(pooling: Tensor | None) -> float:
     """Landmarks over windows, see :func:`softfree.layers.landmarks.pooled_share`."""
     return 1.0 if pooling is None else pooling.shape[0] / pooling.shape[1]
-
-
-def _scale(q: Tensor) -> float:
-    return q.shape[3] ** -0.5

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast, autocast_dtype
@@ -59,9 +58,8 @@ def _forward(
     x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The result and the hidden layer, of (rows, channels). Biases may be of another dtype than the rest."""
-    with torch.autocast(x.device.type, enabled=False):
-        hidden = F.linear(x, weight1, bias1.to(x.dtype))
-        return F.linear(F.gelu(hidden, approximate="tanh"), weight2, bias2.to(x.dtype)), hidden
+    hidden = F.linear(x, weight1, bias1.to(x.dtype))
+    return F.linear(F.gelu(hidden, approximate="tanh"), weight2, bias2.to(x.dtype)), hidden
 
 
 def _fake(x, weight1, bias1, weight2, bias2):
@@ -74,12 +72,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of :func:`mlp`'s arguments, in their order; those of the biases in float32."""
     grad, hidden = grad.contiguous(), hidden.contiguous()
-    with torch.autocast(x.device.type, enabled=False):
-        grad_hidden, activation, grad_bias1 = _gelu_backward(grad @ weight2, hidden)
-        grad_weight2 = grad.T @ activation
-        del activation  # its memory is free for the gradients that follow
-        grad_bias2 = column_sums(grad)
-        return grad_hidden @ weight1, grad_hidden.T @ x, grad_bias1, grad_weight2, grad_bias2
+    grad_hidden, activation, grad_bias1 = _gelu_backward(grad @ weight2, hidden)
+    grad_weight2 = grad.T @ activation
+    del activation  # its memory is free for the gradients that follow
+    grad_bias2 = column_sums(grad)
+    return grad_hidden @ weight1, grad_hidden.T @ x, grad_bias1, grad_weight2, grad_bias2
 
 
 def _fake_backward(grad, x, hidden, weight1, weight2):
@@ -102,11 +99,10 @@ def _gelu_backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor
     steps = tiles_of(rows, ROWS * stretches)
     grad_hidden = torch.empty_like(hidden)
     parts = torch.empty((stretches, columns), dtype=torch.float32, device=hidden.device)
-    with devices.on(hidden.device):
-        mlp_backward_kernel[(stretches, tiles)](
-            grad, hidden, grad_hidden, parts, rows, columns, steps,
-            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
-        )  # fmt: skip
+    mlp_backward_kernel[(stretches, tiles)](
+        grad, hidden, grad_hidden, parts, rows, columns, steps,
+        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
     return grad_hidden, grad, parts.sum(0)
 
 
@@ -119,23 +115,21 @@ def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _gradient(ctx: Any, grad, _):
     if grad is None:
-        return (None,) * 5
+        return ()
     grad_x, grad_weight1, grad_bias1, grad_weight2, grad_bias2 = BACKWARD(grad, *ctx.saved_tensors)
     first, second = ctx.dtypes
     return grad_x, grad_weight1, grad_bias1.to(first), grad_weight2, grad_bias2.to(second)
 
 
-BACKWARD = register("mlp_backward", _backward, _fake_backward)
-FORWARD = register("mlp", _forward, _fake, _setup, _gradient)
+def _flops(x, weight1, bias1, weight2, bias2) -> int:
+    """Of the two products."""
+    hidden, channels = weight1
+    return 2 * x[0] * hidden * (channels + weight2[0])
 
 
-@register_flop_formula(torch.ops.softfree.mlp)
-def _flops(x_shape, weight1_shape, _bias1, weight2_shape, *_, **__) -> int:
-    """Of the two products, each multiply-add counted twice."""
-    hidden, channels = weight1_shape
-    return 2 * x_shape[0] * hidden * (channels + weight2_shape[0])
+def _backward_flops(grad, x, hidden, weight1, weight2) -> int:
+    return 2 * _flops(x, weight1, None, weight2, None)
 
 
-@register_flop_formula(torch.ops.softfree.mlp_backward)
-def _backward_flops(_grad, x_shape, _hidden, weight1_shape, weight2_shape, **_) -> int:
-    return 2 * _flops(x_shape, weight1_shape, None, weight2_shape)
+BACKWARD = register("mlp_backward", _backward, _fake_backward, flops=_backward_flops)
+FORWARD = register("mlp", _forward, _fake, _setup, _gradient, _flops)

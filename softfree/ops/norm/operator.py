@@ -78,11 +78,9 @@ def landmark_forward(x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps:
     out = torch.empty_like(x)
     rows, tiles, options = _tiles(x)
     if tiles > 0:
-        with devices.on(x.device):
-            landmark_norm_kernel[(tiles,)](
-                x, weight.contiguous(), bias.contiguous(), out, rows, x.shape[-1], scale, eps,
-                **options,
-            )  # fmt: skip
+        landmark_norm_kernel[(tiles,)](
+            x, weight.contiguous(), bias.contiguous(), out, rows, x.shape[-1], scale, eps, **options
+        )
     return out
 
 
@@ -101,11 +99,10 @@ def landmark_backward(
     rows, tiles, options = _tiles(x)
     steps, parts = _stretches(x, tiles)
     if tiles > 0:
-        with devices.on(x.device):
-            landmark_norm_backward_kernel[(parts.shape[0],)](
-                grad, x, weight.contiguous(), bias.contiguous(), grad_x, parts, rows, x.shape[-1],
-                steps, scale, eps, **options,
-            )  # fmt: skip
+        landmark_norm_backward_kernel[(parts.shape[0],)](
+            grad, x, weight.contiguous(), bias.contiguous(), grad_x, parts, rows, x.shape[-1],
+            steps, scale, eps, **options,
+        )  # fmt: skip
     return grad_x, parts.sum(0).to(weight.dtype)
 
 
@@ -121,7 +118,7 @@ def _setup_landmark(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _landmark_gradient(ctx: Any, grad: Tensor):
     grad_x, grad_norm = LANDMARK_BACKWARD(grad, *ctx.saved_tensors, ctx.scale, ctx.eps)
-    return grad_x, *grad_norm.unbind(), None, None
+    return grad_x, *grad_norm.unbind()
 
 
 LANDMARK_BACKWARD = register("landmark_norm_backward", landmark_backward, _fake_landmark_backward)
@@ -141,11 +138,10 @@ def _add_forward(
     total = torch.empty_like(x) if keep else x.new_empty(0)
     rows, tiles, options = _tiles(x)
     if tiles > 0:
-        with devices.on(x.device):
-            add_norm_kernel[(tiles,)](
-                x, branch, weight.contiguous(), bias.contiguous(), total, out, rows, x.shape[-1],
-                eps, KEEP=keep, **options,
-            )  # fmt: skip
+        add_norm_kernel[(tiles,)](
+            x, branch, weight.contiguous(), bias.contiguous(), total, out, rows, x.shape[-1],
+            eps, KEEP=keep, **options,
+        )  # fmt: skip
     return out, total
 
 
@@ -163,11 +159,10 @@ def _add_backward(grad: Tensor, total: Tensor, weight: Tensor, eps: float) -> tu
     rows, tiles, options = _tiles(total)
     steps, parts = _stretches(total, tiles)
     if tiles > 0:
-        with devices.on(total.device):
-            add_norm_backward_kernel[(parts.shape[0],)](
-                grad, total, weight.contiguous(), grad_sum, parts, rows, total.shape[-1], steps,
-                eps, **options,
-            )  # fmt: skip
+        add_norm_backward_kernel[(parts.shape[0],)](
+            grad, total, weight.contiguous(), grad_sum, parts, rows, total.shape[-1], steps,
+            eps, **options,
+        )  # fmt: skip
     return grad_sum, parts.sum(0).to(weight.dtype)
 
 
@@ -183,9 +178,9 @@ def _setup_add(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _add_gradient(ctx: Any, grad, _):
     if grad is None:
-        return (None,) * 6
+        return ()
     grad_sum, grad_norm = ADD_BACKWARD(grad, *ctx.saved_tensors, ctx.eps)
-    return grad_sum, grad_sum, *grad_norm.unbind(), None, None
+    return grad_sum, grad_sum, *grad_norm.unbind()
 
 
 ADD_BACKWARD = register("add_norm_backward", _add_backward, _fake_add_backward)

@@ -29,8 +29,7 @@ def column_sums(x: Tensor) -> Tensor:
         (tiles_of(rows, height * steps), columns), dtype=torch.float32, device=x.device
     )
     if parts.numel() > 0:
-        with devices.on(x.device):
-            column_sum_kernel[(parts.shape[0], tiles)](
-                x, parts, rows, columns, steps, ROWS=height, COLUMNS=width, num_warps=4
-            )
+        column_sum_kernel[(parts.shape[0], tiles)](
+            x, parts, rows, columns, steps, ROWS=height, COLUMNS=width, num_warps=4
+        )
     return parts.sum(0)

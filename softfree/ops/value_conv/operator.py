@@ -64,8 +64,7 @@ def _by_library(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _forward(v: Tensor, weight: Tensor, base: Tensor | None, height: int, width: int) -> Tensor:
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    with devices.on(v.device):
-        convolve(v, weight, base, out, height, width)
+    convolve(v, weight, base, out, height, width)
     return out
 
 
@@ -77,8 +76,7 @@ def _backward(
     grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
     grad_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    with devices.on(v.device):
-        return grad_v, write_gradient(grad, v, weight, height, width, grad_v)
+    return grad_v, write_gradient(grad, v, weight, height, width, grad_v)
 
 
 def write_gradient(
@@ -111,7 +109,7 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor):
     grad_v, grad_weight = BACKWARD(grad, *ctx.saved_tensors, ctx.height, ctx.width)
-    return grad_v, grad_weight, grad if ctx.has_base else None, None, None
+    return grad_v, grad_weight, grad if ctx.has_base else None
 
 
 BACKWARD = register("value_conv_backward", _backward, _fake_backward)

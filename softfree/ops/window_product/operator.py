@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast
@@ -107,35 +106,29 @@ def _by_library(q: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
     return by_window.flatten(3) @ matrices.reshape(-1, matrices.shape[2])
 
 
-def _empty_result(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+def empty_result(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     rows, columns = window_grid((height, width), (weight.shape[2], weight.shape[3]))
     return q.new_empty(q.shape[0], q.shape[1], rows * columns, weight.shape[0])
 
 
-def _forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+def forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     from softfree.ops.window_product.kernels import window_product_kernel
 
-    out = _empty_result(q, weight, height, width)
+    out = empty_result(q, weight, height, width)
     if out.numel() > 0:
         tile = _tile("result", out, weight)
-        with devices.on(q.device):
-            window_product_kernel[(_tiles(out, tile),)](
-                q, _matrices(weight, q), out, *_sizes(out, weight, height, width), *q.stride()[:3],
-                **_options(tile, q, weight),
-            )  # fmt: skip
+        window_product_kernel[(_tiles(out, tile),)](
+            q, _matrices(weight, q), out, *_sizes(out, weight, height, width), *q.stride()[:3],
+            **_options(tile, q, weight),
+        )  # fmt: skip
     return out
-
-
-def _fake(q, weight, height, width):
-    return _empty_result(q, weight, height, width)
 
 
 def _backward(
     grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
     grad_q = token_tensor(q, q.shape[3])
-    with devices.on(q.device):
-        return grad_q, write_gradient(grad, q, weight, height, width, grad_q)
+    return grad_q, write_gradient(grad, q, weight, height, width, grad_q)
 
 
 def write_gradient(
@@ -198,23 +191,21 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor):
     grad_q, grad_weight = BACKWARD(grad, *ctx.saved_tensors, ctx.height, ctx.width)
-    return grad_q, grad_weight, None, None
+    return grad_q, grad_weight
 
 
-BACKWARD = register("window_product_backward", _backward, _fake_backward)
-FORWARD = register("window_product", _forward, _fake, _setup, _gradient)
-
-
-@register_flop_formula(torch.ops.softfree.window_product)
-def _flops(q_shape, weight_shape, height, width, **_) -> int:
-    d_out, d_in, down, across = weight_shape
+def flops(q, weight, height, width) -> int:
+    d_out, d_in, down, across = weight
     rows, columns = window_grid((height, width), (down, across))
-    return 2 * q_shape[0] * q_shape[1] * rows * columns * down * across * d_in * d_out
+    return 2 * q[0] * q[1] * rows * columns * down * across * d_in * d_out
 
 
-@register_flop_formula(torch.ops.softfree.window_product_backward)
-def _backward_flops(_grad_shape, q_shape, weight_shape, height, width, **_) -> int:
-    return 2 * _flops(q_shape, weight_shape, height, width)
+def _backward_flops(grad, q, weight, height, width) -> int:
+    return 2 * flops(q, weight, height, width)
+
+
+BACKWARD = register("window_product_backward", _backward, _fake_backward, flops=_backward_flops)
+FORWARD = register("window_product", forward, empty_result, _setup, _gradient, flops)
 
 
 def _matrices(weight: Tensor, q: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import softfree
 from softfree.ops.attention import reference
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 
 from .problems import Problem, attend, random_problem, relative_error, solve
 
@@ -88,7 +89,7 @@ def test_equal_points_have_similarity_one_and_none_has_more():
     assert torch.equal(kernel, kernel.mT)
 
 
-def unrolled(problem: Problem, **settings):
+def unrolled(problem: Problem, start: str = "halving", normalize: bool = True):
     def function(q, k, v, landmarks):
         return reference.soft_attention(
             q,
@@ -97,9 +98,8 @@ def unrolled(problem: Problem, **settings):
             landmarks,
             problem.key_mask,
             problem.landmark_mask,
-            scale=0.5,
+            AttentionSettings(0.5, normalize, InverseSettings(start=start)),
             unrolled_gradient=True,
-            **settings,
         )
 
     return function

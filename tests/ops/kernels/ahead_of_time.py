@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from softfree.ops.attention.kernels import launch
+from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.norm import operator as norm
 from softfree.ops.shared import devices, sums
@@ -106,7 +107,7 @@ def compile_window_product(dtype: torch.dtype, stride: int, d: int) -> None:
     side = 7 * stride
     q = torch.zeros(2, 2, side * side, d, dtype=dtype)
     weight = torch.zeros(d, d, stride, stride)
-    out = window_product._forward(q, weight, side, side)
+    out = window_product.forward(q, weight, side, side)
     window_product.write_gradient(out, q, weight, side, side, q, kept=1.0)
 
 
@@ -152,8 +153,8 @@ def main(settings: dict) -> None:
     k = q.clone() if cross else None
     masks = (torch.ones(2, n, dtype=torch.bool), torch.ones(2, m, dtype=torch.bool))
     masks = masks if masked else (None, None)
-    _, *kept = launch.forward(q, k, v, landmarks, *masks, 0.2, True, 20, "halving", 0.0)
-    launch.backward(v, q, k, v, landmarks, *masks, *kept, 0.2, True)
+    _, *kept = launch.forward(q, k, v, landmarks, *masks, AttentionSettings(0.2))
+    launch.backward(v, q, k, v, landmarks, *masks, *kept, AttentionSettings(0.2))
 
 
 if __name__ == "__main__":

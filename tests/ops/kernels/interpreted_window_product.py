@@ -76,7 +76,7 @@ def main() -> None:
     torch.library.opcheck(torch.ops.softfree.window_product, arguments)
     torch.empty = poisoned(torch.empty)
     product.token_tensor = poisoned(product.token_tensor)
-    product._empty_result = poisoned(product._empty_result)
+    product.empty_result = poisoned(product.empty_result)
     print(json.dumps({"case": "layer", "dtype": "torch.float32", "errors": layer_errors()}))
     for case in CASES:
         for dtype in DTYPES:

@@ -31,6 +31,7 @@ from softfree.ops.attention.kernels.tokens import (
     spread_backward_kernel,
     spread_kernel,
 )
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
@@ -170,11 +171,7 @@ def forward(
     landmarks: Tensor,
     key_mask: Tensor | None,
     landmark_mask: Tensor | None,
-    scale: float,
-    normalize: bool,
-    iterations: int,
-    start: str,
-    ridge: float,
+    settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.forward`, with the inverse in :func:`inverse_shape`."""
     shape = _Shape.of(q, v, landmarks)
@@ -188,9 +185,10 @@ def forward(
     landmarks = landmarks.contiguous()
     key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
     flags = _flags(q)
+    scale, iterations = settings.scale, settings.inverse.iterations
     newton = dict(
-        NORMALIZE=normalize,
-        HALVING=start == "halving",
+        NORMALIZE=settings.normalize,
+        HALVING=settings.inverse.start == "halving",
         HALVES=iterations <= MAX_HALVES_ITERATIONS,
     )
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
@@ -202,22 +200,20 @@ def forward(
             q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse,
             shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
             *_strides(q), *_strides(keys), *_strides(v), *_strides(x),
-            scale, log2_scale, iterations, ridge,
+            scale, log2_scale, iterations, settings.inverse.ridge,
             BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
             **masks, **newton, **flags, num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
         )  # fmt: skip
         return x, inverse, u
     _, parts = _collect(keys, None, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
     if shape.fused:
-        w = _mix(
-            parts, landmarks, landmark_mask, inverse, u, scale, iterations, ridge, shape, newton
-        )
+        w = _mix(parts, landmarks, landmark_mask, inverse, u, settings, shape, newton)
     else:
         sums = _sum(parts, shape)
         u = sums if u.numel() > 0 else u
         a = _landmark_matrix(landmarks, landmark_mask, scale)
-        inverse = _newton_inverse(a, iterations, start, ridge)
-        w = torch_mixing.mixing_matrix(a, inverse, normalize) @ sums
+        inverse = _newton_inverse(a, settings.inverse)
+        w = torch_mixing.mixing_matrix(a, inverse, settings.normalize) @ sums
     _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
     return x, inverse, u
 
@@ -232,8 +228,7 @@ def backward(
     landmark_mask: Tensor | None,
     inverse: Tensor,
     u: Tensor,
-    scale: float,
-    normalize: bool,
+    settings: AttentionSettings,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.backward`; the gradients of q and v go ``into`` tensors given."""
@@ -248,6 +243,7 @@ def backward(
     landmarks = landmarks.contiguous()
     key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
     flags = _flags(q)
+    scale, normalize = settings.scale, settings.normalize
     log2_scale = scale * math.log2(math.e)
     blocks = dict(BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c)
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
@@ -291,13 +287,13 @@ def backward(
             num_warps=_tile("mixing_backward", shape).warps, **as_for_ampere(),
         )  # fmt: skip
     else:
-        wide = landmarks.float()
+        points = landmarks.float()
         if landmark_mask is not None:
-            wide = torch.where(landmark_mask[:, None, :, None] != 0, wide, 0)
+            points = torch.where(landmark_mask[:, None, :, None] != 0, points, 0)
         a = _landmark_matrix(landmarks, landmark_mask, scale)
         w, du, through_inverse = torch_mixing.mixing_backward(
-            _sum(dw_parts, shape), _sum(u_parts, shape), a, inverse, wide, _as_bool(landmark_mask),
-            scale=scale, normalize=normalize,
+            _sum(dw_parts, shape), _sum(u_parts, shape), a, inverse, points, _as_bool(landmark_mask),
+            settings,
         )  # fmt: skip
         dl[:, 0] = through_inverse.flatten(0, 1)
         done.zero_()
@@ -332,9 +328,7 @@ def _mix(
     landmark_mask: Tensor | None,
     inverse: Tensor,
     u: Tensor,
-    scale: float,
-    iterations: int,
-    ridge: float,
+    settings: AttentionSettings,
     shape: _Shape,
     newton: dict,
 ) -> Tensor:
@@ -345,7 +339,8 @@ def _mix(
         scratch, panel = _float32(landmarks, shape.rows, 3, shape.block_m, shape.block_m), 32
     mixing_kernel[(shape.rows,)](
         landmarks, _or(landmark_mask, landmarks), parts, inverse, u, w, scratch,
-        shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], scale, iterations, ridge,
+        shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], settings.scale,
+        settings.inverse.iterations, settings.inverse.ridge,
         BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
         PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
         HAS_LANDMARK_MASK=landmark_mask is not None, FLOAT32=landmarks.dtype == torch.float32,
@@ -366,10 +361,11 @@ def _landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: flo
     return a
 
 
-def _newton_inverse(a: Tensor, iterations: int, start: str, ridge: float) -> Tensor:
+def _newton_inverse(a: Tensor, settings: InverseSettings) -> Tensor:
     """The inverse of matrices (batch, heads, m, m) too large for one program, two launches a step."""
-    b = add_ridge(a, ridge).contiguous()
-    y = start_value(a, start, ridge) * b
+    iterations = settings.iterations
+    b = add_ridge(a, settings.ridge).contiguous()
+    y = start_value(a, settings.start, settings.ridge) * b
     m = a.shape[-1]
     # An entry of the inverse may be as small as 1 / m^2, which float16's halves lose for more landmarks.
     halves = iterations <= MAX_HALVES_ITERATIONS and m <= 512
