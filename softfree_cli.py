@@ -7,6 +7,7 @@ importing anything inside ``softfree`` imports torch and timm, which takes secon
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -149,8 +150,13 @@ def _renamed(arguments: Sequence[str]) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"softfree: error: {message}", file=sys.stderr)
+    print(f"softfree: error: {with_flags(message)}", file=sys.stderr)
     return USAGE_ERROR
+
+
+def with_flags(message: str) -> str:
+    """An error of the package as the user of a command reads it: `img_size` is --img-size."""
+    return re.sub(r"`([a-z][a-z0-9_]*)`", lambda m: "--" + m[1].replace("_", "-"), message)
 
 
 if __name__ == "__main__":

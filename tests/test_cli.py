@@ -122,6 +122,16 @@ def test_only_commands_that_there_are_have_earlier_flags_and_no_longer_take_them
             assert not new.startswith("--") or f"{new} " in said, (command, new)
 
 
+def test_an_argument_of_the_package_is_shown_as_the_flag_that_the_user_types(command, capsys):
+    def fail(_):
+        raise ValueError("`img_size` must be 1; try `softfree models` or `x_y` 2, not `A`")
+
+    command(fail)
+    assert softfree_cli.main(["models"]) == 2
+    shown = "--img-size must be 1; try `softfree models` or --x-y 2, not `A`"
+    assert capsys.readouterr().err == f"softfree: error: {shown}\n"
+
+
 @pytest.mark.parametrize("error", [ValueError, FileNotFoundError])
 def test_bad_input_is_one_line_and_exit_code_2(error, command, capsys, monkeypatch):
     monkeypatch.delenv("SOFTFREE_TRACEBACK", raising=False)

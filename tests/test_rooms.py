@@ -19,13 +19,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 # What still breaks the rules below; both are to become empty.
 IN_CYCLES = {"softfree.data.digits", "softfree.data.images", "softfree.data.named"}
-WITH_FLAGS = {
-    *("data.coco", "data.detection", "data.images", "data.listops", "data.longrange", "data.named"),
-    *("data.resident", "data.segmentation", "models.checks", "models.features"),
-    *("training.checkpoint", "training.classification", "training.dense", "training.detection"),
-    *("training.devices", "training.engine", "training.logs", "training.longrange"),
-    *("training.sampling", "training.schedule", "training.segmentation", "training.settings"),
-}
+WITH_FLAGS: set[str] = set()
 
 
 def room(module: str) -> str:

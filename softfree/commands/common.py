@@ -52,7 +52,7 @@ def check_img_size(*sides: int | None) -> None:
     """Refuse images too small for a pyramid; None, where the model's own size is meant, passes."""
     for side in sides:
         if side is not None:
-            check_at_least(SMALLEST_IMAGE, **{"--img-size": side})
+            check_at_least(SMALLEST_IMAGE, img_size=side)
 
 
 def choose_amp_dtype(amp_dtype: str, device: torch.device) -> str:

@@ -32,7 +32,7 @@ from softfree.commands.common import (
     progress,
     publish,
 )
-from softfree.commands.train import report
+from softfree.commands.train import report, resolve
 from softfree.data.longrange import TASKS, LongRangeData
 from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
@@ -53,7 +53,6 @@ from softfree.training.longrange import (
 from softfree.training.settings import (
     OptimSettings,
     RunSettings,
-    resolve,
     settings_to_json,
 )
 

@@ -130,7 +130,7 @@ def check_annotations(
         )
         if not skip_bad:
             raise ValueError(
-                f"{found}; correct them, or leave them out with --skip-bad-annotations"
+                f"{found}; correct them, or leave them out with `skip_bad_annotations`"
             )
         if os.environ.get("RANK", "0") == "0":
             print(f"{found}; they are left out")

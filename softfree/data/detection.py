@@ -218,7 +218,7 @@ def load_detection(
         only_train = some([category for category in in_train if category not in in_val])
         only_val = some([category for category in in_val if category not in in_train])
         raise ValueError(
-            f"--data-dir {data_dir}: the categories of train and val differ; only in train: "
+            f"`data_dir` {data_dir}: the categories of train and val differ; only in train: "
             f"{only_train or 'none'}; only in val: {only_val or 'none'}"
         )
     return DetectionData(train, val)
@@ -239,12 +239,12 @@ def load_split(
         return CocoDetection(annotations, _DrawShapes(split, side), masks=masks)
     root = Path(data_dir)
     if not root.is_dir():
-        raise FileNotFoundError(f"--data-dir {root} is no folder")
+        raise FileNotFoundError(f"`data_dir` {root} is no folder")
     candidates = [root / name.format(split=split) for name in ANNOTATION_FILES]
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
         raise FileNotFoundError(
-            f"--data-dir {root} has no annotations of {split}: none of "
+            f"`data_dir` {root} has no annotations of {split}: none of "
             f"{', '.join(str(c.relative_to(root)) for c in candidates)}"
         )
     annotations = check_annotations(

@@ -147,8 +147,8 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
         raise FileNotFoundError(
-            f"--data-dir {data_dir} {kind}; expected a folder with train/ and val/, each with one "
-            "folder a class (without --data-dir, the embedded digits are used)"
+            f"`data_dir` {data_dir} {kind}; expected a folder with train/ and val/, each with one "
+            "folder a class (without `data_dir`, the embedded digits are used)"
         )
     train_root = find_split(root, TRAIN_NAMES)
     val_root = find_split(root, VAL_NAMES)
@@ -165,7 +165,7 @@ def find_split(root: Path, names: Sequence[str]) -> Path:
             return root / name
     expected = f"{names[0]}/ (or {', '.join(f'{name}/' for name in names[1:])})"
     raise FileNotFoundError(
-        f"--data-dir {root} has no folder {expected} with one folder a class; "
+        f"`data_dir` {root} has no folder {expected} with one folder a class; "
         f"found {_listing(root)}"
     )
 

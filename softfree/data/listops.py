@@ -159,7 +159,7 @@ def _make(
             if not path.exists():
                 _write(path, generate(count, seed, rules, report))
     except PermissionError as error:
-        raise ValueError(f"--data-dir: can't write {path.parent} to keep ListOps there") from error
+        raise ValueError(f"`data_dir`: can't write {path.parent} to keep ListOps there") from error
 
 
 def _read(path: Path) -> Samples:

@@ -133,7 +133,7 @@ def load_longrange(
         report: called with the number of ListOps samples made so far.
     """
     if name not in TASKS:
-        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {name!r}")
+        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {name!r}")
     task = TASKS[name]
     if name == "listops":
         found = listops.load(data_dir or cache_folder(), listops_sizes, seed, report=report)
@@ -142,11 +142,11 @@ def load_longrange(
         )
         return LongRangeData(task, train, dev, test, class_names=tuple(map(str, range(10))))
     if data_dir is None:
-        raise ValueError(f"--task {name} needs --data-dir with {task.needs}")
+        raise ValueError(f"`task` {name} needs `data_dir` with {task.needs}")
     root = Path(data_dir)
     if not root.is_dir():
         raise FileNotFoundError(
-            f"--data-dir {root} is no folder; --task {name} needs one with {task.needs}"
+            f"`data_dir` {root} is no folder; `task` {name} needs one with {task.needs}"
         )
     reader = {
         "text": _load_text,
@@ -238,7 +238,7 @@ def _read_imdb(task: LongRangeTask, root: Path, split: str) -> PackedSequences:
         for label, name in enumerate(("neg", "pos")):
             paths = sorted((root / split / name).glob("*.txt"))
             if not paths:
-                raise FileNotFoundError(f"--data-dir: {root / split / name} has no .txt files")
+                raise FileNotFoundError(f"`data_dir`: {root / split / name} has no .txt files")
             for path in paths:
                 with path.open("rb") as file:
                     yield file.read(task.length), label
@@ -255,7 +255,7 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
     path = _find_json_lines(root, split)
     if path is None:
         raise FileNotFoundError(
-            f"--data-dir {root} has no {split}.jsonl; --task text needs {task.needs}"
+            f"`data_dir` {root} has no {split}.jsonl; `task` text needs {task.needs}"
         )
 
     def documents() -> Iterator[tuple[bytes, int]]:
@@ -268,7 +268,7 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
                     text, label = row["text"].encode(), int(row["label"])
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                     raise ValueError(
-                        f'--data-dir: {path}, line {number} must be {{"text": "...", "label": 0 or 1}}, '
+                        f'`data_dir`: {path}, line {number} must be {{"text": "...", "label": 0 or 1}}, '
                         f"got {line[:60].decode(errors='replace').strip()}"
                     ) from error
                 _check_label(label, task, f"{path}, line {number}")
@@ -286,7 +286,7 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     try:
         yield from file
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise ValueError(f"--data-dir: {path} can't be read: {error}") from error
+        raise ValueError(f"`data_dir`: {path} can't be read: {error}") from error
 
 
 def _pack(
@@ -297,7 +297,7 @@ def _pack(
         rows.append(encode_text(text, task.length))
         labels.append(label)
     if not rows:
-        raise ValueError(f"--data-dir: {source} has no sample for --task {task.name}")
+        raise ValueError(f"`data_dir`: {source} has no sample for `task` {task.name}")
     return PackedSequences(pack(rows, labels), 1, task.length)
 
 
@@ -310,7 +310,7 @@ def pack(rows: Sequence[NDArray[np.uint8]], labels: Sequence[int]) -> Samples:
 def _check_label(label: float, task: LongRangeTask, where: str) -> None:
     if label not in range(task.num_classes):
         raise ValueError(
-            f"--data-dir: {where}: the label of --task {task.name} must be 0 to "
+            f"`data_dir`: {where}: the label of `task` {task.name} must be 0 to "
             f"{task.num_classes - 1}, got {label}"
         )
 
@@ -330,7 +330,7 @@ class DocumentPairs(LongRangeDataset):
         self.path = path
         self.starts = _line_starts(path, task)
         if not len(self):
-            raise ValueError(f"--data-dir: {path} is empty")
+            raise ValueError(f"`data_dir`: {path} is empty")
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -352,10 +352,10 @@ def _parse_pair(line: bytes, task: LongRangeTask, where: str) -> tuple[list[byte
         label = float(written)
     except ValueError as error:
         raise ValueError(
-            f"--data-dir: {where} is not label, id1, id2, text1, text2 with tabs between"
+            f"`data_dir`: {where} is not label, id1, id2, text1, text2 with tabs between"
         ) from error
     if len(texts) != 2:
-        raise ValueError(f"--data-dir: {where} has {len(fields)} fields, expected 5")
+        raise ValueError(f"`data_dir`: {where} has {len(fields)} fields, expected 5")
     _check_label(label, task, where)
     return texts, int(label)
 
@@ -376,8 +376,8 @@ def _load_retrieval(task: LongRangeTask, root: Path) -> LongRangeData:
         paths = sorted(root.glob(f"*{split}.tsv"))
         if len(paths) != 1:
             raise FileNotFoundError(
-                f"--data-dir {root} must have one file *{split}.tsv, found {len(paths)}; "
-                f"--task retrieval needs {task.needs}"
+                f"`data_dir` {root} must have one file *{split}.tsv, found {len(paths)}; "
+                f"`task` retrieval needs {task.needs}"
             )
         found.append(DocumentPairs(task, paths[0]))
     train, dev, test = found
@@ -392,7 +392,7 @@ def _load_image(task: LongRangeTask, root: Path) -> LongRangeData:
     (pixels, labels), (test_pixels, test_labels), names = read(root)
     if len(names) != task.num_classes:
         raise ValueError(
-            f"--data-dir {root} has {len(names)} classes, --task image has {task.num_classes}"
+            f"`data_dir` {root} has {len(names)} classes, `task` image has {task.num_classes}"
         )
     # A tenth is dev, as in LRA; not the last, since pictures may be sorted by class.
     train_part, dev_part = _shuffled_parts(len(pixels), (0.9, 0.1))
@@ -424,7 +424,7 @@ def _read_grids(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
         pixels = np.concatenate(tiles) if tiles else np.empty((0, SIDE * SIDE), np.uint8)
         if len(pixels) != len(labels[split]):
             raise ValueError(
-                f"--data-dir: {root / 'labels.npz'} has {len(labels[split])} labels for {split}, but its "
+                f"`data_dir`: {root / 'labels.npz'} has {len(labels[split])} labels for {split}, but its "
                 f"{len(paths)} grids {split}*.png or .jpg have {len(pixels)} tiles of {SIDE} x {SIDE}"
             )
         parts.append((pixels, labels[split]))
@@ -437,14 +437,14 @@ def _read_labels(path: Path) -> dict[str, NDArray[np.uint8]]:
             found = {split: stored[split] for split in ("train", "test")}
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"--data-dir: {path} must be an npz file with arrays 'train' and 'test': {error}"
+            f"`data_dir`: {path} must be an npz file with arrays 'train' and 'test': {error}"
         ) from error
     for split, labels in found.items():
         # In 8 bits a label beyond the classes could become another one.
         beyond = np.setdiff1d(labels, range(len(CIFAR10)))
         if len(beyond):
             raise ValueError(
-                f"--data-dir: {path}, {split}: labels must be 0 to {len(CIFAR10) - 1}, got {beyond[0]}"
+                f"`data_dir`: {path}, {split}: labels must be 0 to {len(CIFAR10) - 1}, got {beyond[0]}"
             )
     return {split: labels.astype(np.uint8) for split, labels in found.items()}
 
@@ -467,7 +467,7 @@ def _read_class_folders(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]
             try:
                 picture, label = split.read(index)
             except UnreadableImageError as error:
-                raise ValueError(f"--data-dir: {names[index]} can't be read: {error}") from error
+                raise ValueError(f"`data_dir`: {names[index]} can't be read: {error}") from error
             pixels.append(_grey(picture, names[index]))
             labels.append(label)
         parts.append((np.stack(pixels), np.array(labels, np.uint8)))
@@ -478,7 +478,7 @@ def _open(path: str | Path) -> Image.Image:
     try:
         return open_image(path)
     except UnreadableImageError as error:
-        raise ValueError(f"--data-dir: {path} can't be read: {error}") from error
+        raise ValueError(f"`data_dir`: {path} can't be read: {error}") from error
 
 
 def _grey(picture: Image.Image, name: str) -> NDArray[np.uint8]:
@@ -486,7 +486,7 @@ def _grey(picture: Image.Image, name: str) -> NDArray[np.uint8]:
     if picture.size != (SIDE, SIDE):
         width, height = picture.size
         raise ValueError(
-            f"--data-dir: pictures must have {SIDE} x {SIDE} pixels, {name} has {width} x {height}"
+            f"`data_dir`: pictures must have {SIDE} x {SIDE} pixels, {name} has {width} x {height}"
         )
     return np.asarray(picture.convert("L")).reshape(-1)
 
@@ -513,14 +513,14 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
     candidates = [root, root / hardest, root / "pathfinder32" / hardest]
     folder = next((path for path in candidates if (path / "metadata").is_dir()), None)
     if folder is None:
-        raise FileNotFoundError(f"--data-dir {root} must be {task.needs}")
+        raise FileNotFoundError(f"`data_dir` {root} must be {task.needs}")
     paths, labels = [], []
     for listing in sorted((folder / "metadata").glob("*.npy")):
         for number, line in enumerate(listing.read_text(errors="replace").splitlines(), 1):
             words = line.split()
             if len(words) < 4 or not words[3].isdecimal():
                 raise ValueError(
-                    f"--data-dir: {listing}, line {number} is not folder, file, number, label: {line!r}"
+                    f"`data_dir`: {listing}, line {number} is not folder, file, number, label: {line!r}"
                 )
             _check_label(int(words[3]), task, f"{listing}, line {number}")
             picture = folder / words[0] / words[1]
@@ -528,7 +528,7 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
                 size = picture.stat().st_size
             except FileNotFoundError as error:
                 raise FileNotFoundError(
-                    f"--data-dir: {picture} is missing, named in {listing}, line {number}"
+                    f"`data_dir`: {picture} is missing, named in {listing}, line {number}"
                 ) from error
             # The released set has empty files; others leave them out, too.
             if size:
@@ -547,5 +547,5 @@ def _shuffled_parts(count: int, shares: Sequence[float]) -> list[NDArray[np.int6
     bounds = np.round(np.cumsum(shares)[:-1] * count).astype(int)
     parts = np.split(order, bounds)
     if not all(len(part) for part in parts):
-        raise ValueError(f"--data-dir has {count} samples, too few for {len(parts)} splits")
+        raise ValueError(f"`data_dir` has {count} samples, too few for {len(parts)} splits")
     return parts

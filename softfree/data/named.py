@@ -34,16 +34,16 @@ def load_named(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
     """As :func:`softfree.data.load_images`, for ``dataset`` with one of PREFIXES."""
     if not dataset.startswith(PREFIXES):
         raise ValueError(
-            f"--dataset must start with {', '.join(PREFIXES)}, got {dataset!r}; "
-            "for folders of pictures, give --data-dir alone"
+            f"`dataset` must start with {', '.join(PREFIXES)}, got {dataset!r}; "
+            "for folders of pictures, give `data_dir` alone"
         )
     if dataset.startswith("hfds/"):
         return _load_hfds(data_dir, dataset, strict)
     if data_dir is None:
-        raise ValueError(f"--dataset {dataset} needs --data-dir, the folder it lies in")
+        raise ValueError(f"`dataset` {dataset} needs `data_dir`, the folder it lies in")
     if not Path(data_dir).is_dir():
         raise FileNotFoundError(
-            f"--data-dir {data_dir} is not a folder; --dataset {dataset} must lie there"
+            f"`data_dir` {data_dir} is not a folder; `dataset` {dataset} must lie there"
         )
     if dataset.startswith("wds/"):
         return _load_shards(Path(data_dir), dataset.removeprefix("wds/"), strict)
@@ -82,12 +82,12 @@ def _load_torchvision(data_dir: str, dataset: str, strict: bool) -> ImageData:
             parts.append(create_dataset(dataset, root=data_dir, split=split))
         except (AssertionError, RuntimeError, FileNotFoundError) as error:
             raise ValueError(
-                f"--dataset {dataset} can't be read from --data-dir {data_dir}: {error} "
+                f"`dataset` {dataset} can't be read from `data_dir` {data_dir}: {error} "
                 "(softfree downloads nothing; fetch it with torchvision.datasets first)"
             ) from error
     names = getattr(parts[0], "classes", None) or getattr(parts[0], "all_categories", None)
     if not names:
-        raise ValueError(f"--dataset {dataset} does not say what its classes are")
+        raise ValueError(f"`dataset` {dataset} does not say what its classes are")
     train, val = (_Torchvision(part, dataset, strict) for part in parts)
     class_names = tuple(name if isinstance(name, str) else str(name[0]) for name in names)
     return ImageData(train, val, class_names, mirrors=dataset not in NOT_MIRRORED)
@@ -117,7 +117,7 @@ def _load_hfds(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
     try:
         import datasets  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"--dataset {dataset} needs a package: pip install datasets") from error
+        raise ValueError(f"`dataset` {dataset} needs a package: pip install datasets") from error
     train = create_dataset(dataset, root=data_dir, split="train").reader
     problems = []
     for split in ("validation", "val", "test"):
@@ -127,9 +127,9 @@ def _load_hfds(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
         except ValueError as error:
             problems.append(str(error))
     else:
-        raise ValueError(f"--dataset {dataset} has no split to validate on: {problems[0]}")
+        raise ValueError(f"`dataset` {dataset} has no split to validate on: {problems[0]}")
     if not train.class_to_idx:
-        raise ValueError(f"--dataset {dataset} has no column 'label' with class names")
+        raise ValueError(f"`dataset` {dataset} has no column 'label' with class names")
     class_names = tuple(sorted(train.class_to_idx, key=train.class_to_idx.__getitem__))
     return ImageData(
         _HuggingFace(train, dataset, strict), _HuggingFace(val, dataset, strict), class_names
@@ -219,6 +219,6 @@ def _find_shards(root: Path, name: str, splits: tuple[str, ...]) -> list[Path]:
         if chosen:
             return chosen
     raise FileNotFoundError(
-        f"--data-dir {root} has no {name}*{splits[0]}*.tar for --dataset wds/{name}; "
+        f"`data_dir` {root} has no {name}*{splits[0]}*.tar for `dataset` wds/{name}; "
         f"found {some([p.name for p in archives]) or 'no .tar file'}"
     )

@@ -71,7 +71,7 @@ class ResidentImages:
             for offset, item in enumerate(items):
                 if isinstance(item, Unreadable):
                     raise ValueError(
-                        f"--data-on-device: {item.path} can't be read: {item.reason}; remove it"
+                        f"`data_on_device`: {item.path} can't be read: {item.reason}; remove it"
                     )
                 if count == 0 and offset == 0:
                     pictures = torch.empty(
@@ -80,7 +80,7 @@ class ResidentImages:
                 if item[0].shape != pictures.shape[1:]:
                     sizes = [f"{s[2]} x {s[0]}" for s in (pictures.shape[1:], item[0].shape)]
                     raise ValueError(
-                        f"--data-on-device needs pictures of one size: {dataset.name(0)} has "
+                        f"`data_on_device` needs pictures of one size: {dataset.name(0)} has "
                         f"{sizes[0]} pixels, {dataset.name(count + offset)} {sizes[1]}"
                     )
             pictures[count : count + len(items)] = torch.from_numpy(

@@ -176,7 +176,7 @@ def load_split(
         return ShapeSegmentation(shapes, split, side), ("ground", *CLASSES)
     root = Path(data_dir)
     if not root.is_dir():
-        raise FileNotFoundError(f"--data-dir {root} is no folder")
+        raise FileNotFoundError(f"`data_dir` {root} is no folder")
     if (root / "leftImg8bit").is_dir():
         dataset, names = _cityscapes(root, split)
     elif (root / "JPEGImages").is_dir() and (root / "SegmentationClass").is_dir():
@@ -187,7 +187,7 @@ def load_split(
         dataset, names = _folders(root, split, ignore_label)
     else:
         raise FileNotFoundError(
-            f"--data-dir {root} has none of the layouts that are known:\n{LAYOUTS}"
+            f"`data_dir` {root} has none of the layouts that are known:\n{LAYOUTS}"
         )
     if check:
         check_segmentation(dataset)
@@ -360,7 +360,7 @@ def _voc(root: Path, split: str) -> Split:
 
 def _folders(root: Path, split: str, ignore_label: int) -> Split:
     if not 0 <= ignore_label <= 255:
-        raise ValueError(f"--ignore-label must be from 0 to 255, got {ignore_label}")
+        raise ValueError(f"`ignore_label` must be from 0 to 255, got {ignore_label}")
     names_file = root / "classes.txt"
     if not names_file.is_file():
         raise FileNotFoundError(f"{names_file} is missing: one class name a line, class 0 first")

@@ -1,4 +1,4 @@
-"""Checks of arguments: errors that name the argument, or the flag that the user typed."""
+"""Checks of arguments. Errors name an argument in `backticks`; the commands show it as the flag that the user types."""
 
 import contextlib
 import difflib
@@ -10,13 +10,13 @@ SMALLEST_IMAGE = 32  # side of the smallest images that a pyramid takes
 
 
 def check_at_least(least: float, **arguments: float) -> None:
-    """Refuse lower values: ``check_at_least(1, width=width)``; flags go in as ``**{"--width": width}``."""
+    """Refuse lower values: ``check_at_least(1, width=width)``."""
     for name, value in arguments.items():
         if not value >= least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+            raise ValueError(f"`{name}` must be at least {least}, got {value}")
 
 
-def check_model_name(name: str, option: str = "--model") -> None:
+def check_model_name(name: str, option: str = "`model`") -> None:
     """Refuse names that timm does not know."""
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=1)
@@ -31,14 +31,14 @@ def check_grouped(**arguments: int) -> None:
         if groups < 1 or channels % groups:
             unit = 8 if channels < 256 else 32
             raise ValueError(
-                f"{name} must be a multiple of {unit} where the heads have GroupNorm, got {channels}"
+                f"`{name}` must be a multiple of {unit} where the heads have GroupNorm, got {channels}"
             )
 
 
 @contextlib.contextmanager
-def mistakes_in(option: str) -> Iterator[None]:
-    """What goes wrong inside is the fault of this flag: the error begins with its name."""
+def mistakes_in(argument: str) -> Iterator[None]:
+    """What goes wrong inside is the fault of this argument: the error begins with its name."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{option}: {error}") from error
+        raise ValueError(f"`{argument}`: {error}") from error

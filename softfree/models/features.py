@@ -48,7 +48,7 @@ def available_reductions(name: str, arguments: dict[str, Any]) -> list[int]:
         with torch.device("meta"):
             whole: Any = timm.create_model(name, features_only=True, **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--model {name} does not take --model-kwargs: {error}") from error
+        raise ValueError(f"`model` {name} does not take `model_kwargs`: {error}") from error
     available = whole.feature_info.reduction()
     if not set(REDUCTIONS) <= set(available):
         raise ValueError(
@@ -70,7 +70,7 @@ def pretrained_arguments(name: str, checkpoint: str | Path, **kwargs: Any) -> di
         average = path / "ema.safetensors"
         path = average if average.is_file() else path / "model.safetensors"
     # Read here with weights alone, so that nothing in the file can run when timm reads it.
-    with mistakes_in("--backbone-checkpoint"):
+    with mistakes_in("backbone_checkpoint"):
         given = read_state_dict(path)
     with torch.device("meta"):
         model: Any = timm.create_model(name, **kwargs)
@@ -94,7 +94,7 @@ def _check_task(folder: Path) -> None:
     task = read_json(metadata).get("task") if metadata.is_file() else None
     if task not in (None, "classification"):
         raise ValueError(
-            f"--backbone-checkpoint {folder} is a checkpoint of {task}; give one of classification"
+            f"`backbone_checkpoint` {folder} is a checkpoint of {task}; give one of classification"
         )
 
 

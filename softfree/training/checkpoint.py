@@ -89,7 +89,7 @@ def write_checkpoint(
         kept = f"the checkpoint before it is intact in {folder}" if folder.exists() else "none yet"
         raise CheckpointWriteError(
             f"can't write the checkpoint {folder}: {error.strerror or error} ({kept}); "
-            "make room there, then continue with --resume auto"
+            "make room there, then continue with `resume` auto"
         ) from error
 
 
@@ -216,16 +216,16 @@ def check_same_run(folder: Path, settings_json: str) -> None:
     if differing:
         raise ValueError(
             f"{folder} is of a run with {', '.join(differing)}; give the same, or begin anew in another "
-            "--output"
+            "`output`"
         )
 
 
 def different_settings(
     found: dict[str, Any], wanted: dict[str, Any], parts: Sequence[str], except_for: Sequence[str]
 ) -> list[str]:
-    """Flags of ``found`` whose value is another in ``wanted``, in those parts of both that are named."""
+    """Settings of ``found`` whose value is another in ``wanted``, in those parts of both that are named."""
     return [
-        _as_typed(name.replace("_", "-"), value)
+        _as_typed(name, value)
         for part in parts
         for name, value in found.get(part, {}).items()
         if name not in except_for and wanted.get(part, {}).get(name, value) != value
@@ -234,9 +234,9 @@ def different_settings(
 
 def _as_typed(name: str, value: Any) -> str:
     if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
+        return f"`{name}`" if value else f"`no_{name}`"
     words = map(str, value) if isinstance(value, list) else [str(value) or "''"]
-    return " ".join([f"--{name}", *words])
+    return " ".join([f"`{name}`", *words])
 
 
 def check_fits(
@@ -269,7 +269,7 @@ def _damaged(file: Path, error: Exception) -> str:
     reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
     return (
         f"{file} is unreadable, perhaps cut off ({reason}); use another checkpoint, or train anew "
-        "into another --output"
+        "into another `output`"
     )
 
 

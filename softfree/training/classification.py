@@ -44,7 +44,7 @@ from softfree.training.distributed import Processes
 from softfree.training.engine import Task
 from softfree.training.loading import evaluation_batches
 from softfree.training.sampling import EvalSampler
-from softfree.training.settings import Flags, OptimSettings, RunSettings
+from softfree.training.settings import Given, OptimSettings, RunSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,23 +182,19 @@ class Classification(Task):
     """Pictures to classes, with cross-entropy."""
 
     name = "classification"
-    summary = (
-        "Train an image classifier.\n\n--recipe NAME sets defaults: digits, imagenet, short, finetune "
-        "(without: digits for the embedded digits, else imagenet)."
-    )
     recipes = RECIPES
     metric = "top1"
 
     @classmethod
-    def usual_recipe(cls, flags: Flags) -> str:
-        return "imagenet" if flags.keys() & {"--data-dir", "--dataset"} else "digits"
+    def usual_recipe(cls, given: Given) -> str:
+        return "imagenet" if given.keys() & {"data_dir", "dataset"} else "digits"
 
     def __init__(self, settings: ClassificationSettings, data: ImageData | None = None):
         self.settings = settings
         check_model_name(settings.model.model)
         if settings.recipe == "finetune" and not settings.model.pretrained_checkpoint:
             raise ValueError(
-                "--recipe finetune needs --pretrained-checkpoint, the weights to start from"
+                "`recipe` finetune needs `pretrained_checkpoint`, the weights to start from"
             )
         if data is None:
             given = settings.data
@@ -210,7 +206,7 @@ class Classification(Task):
         if augment.mixup or augment.cutmix:
             if settings.optim.batch_size % 2:
                 raise ValueError(
-                    "--mixup and --cutmix need an even --batch-size, "
+                    "`mixup` and `cutmix` need an even `batch_size`, "
                     f"got {settings.optim.batch_size}"
                 )
             self.mixup = Mixup(
@@ -222,9 +218,9 @@ class Classification(Task):
         self.model_kwargs = parse_model_kwargs(model.model_kwargs)
         if model.positions_at and is_ours(model.model):
             self.model_kwargs.setdefault("img_size", model.positions_at)
-        check_at_least(1, **{"--img-size": model.img_size})
+        check_at_least(1, img_size=model.img_size)
         if model.attention:
-            with mistakes_in("--attention"):
+            with mistakes_in("attention"):
                 check_attention(model.attention)
             self.model_kwargs["attention"] = model.attention
         network = create_network(
@@ -356,12 +352,12 @@ def check_resident(augment: AugmentSettings) -> None:
     """Raise if the settings want more than --data-on-device does."""
     if augment.color_jitter or augment.aa:
         raise ValueError(
-            "--data-on-device crops, resizes and mirrors alone; give --color-jitter 0 and no --aa "
-            f"(got --color-jitter {augment.color_jitter}, --aa {augment.aa!r})"
+            "`data_on_device` crops, resizes and mirrors alone; give `color_jitter` 0 and no `aa` "
+            f"(got `color_jitter` {augment.color_jitter}, `aa` {augment.aa!r})"
         )
     if augment.train_interpolation not in INTERPOLATIONS:
         raise ValueError(
-            f"--data-on-device takes --train-interpolation {', '.join(INTERPOLATIONS)}, "
+            f"`data_on_device` takes `train_interpolation` {', '.join(INTERPOLATIONS)}, "
             f"got {augment.train_interpolation!r}"
         )
 
@@ -498,7 +494,7 @@ def load_weights_file(
     """The model ``name`` with the weights of a file, and how its pictures are prepared."""
     network = create_network(name, num_classes, img_size=224, kwargs=kwargs)
     if not load_pretrained(network, path, name):
-        raise ValueError(f"--checkpoint {path} has no head for the {num_classes} classes here")
+        raise ValueError(f"`checkpoint` {path} has no head for the {num_classes} classes here")
     return network.eval().to(device), {"model": name, **preparation_of(network, 224)}
 
 
@@ -515,14 +511,14 @@ def create_network(
         except (TypeError, ValueError) as error:
             # Networks that take any size have no such argument.
             if isinstance(error, ValueError) or "img_size" not in str(error):
-                raise ValueError(f"--model {name} does not take --model-kwargs: {error}") from error
+                raise ValueError(f"`model` {name} does not take `model_kwargs`: {error}") from error
             return create(**kwargs)
 
 
 def parse_model_kwargs(
-    words: Sequence[str], option: str = "--model-kwargs", example: str = "depths=1,1,2,1"
+    words: Sequence[str], argument: str = "model_kwargs", example: str = "depths=1,1,2,1"
 ) -> dict[str, Any]:
-    """Arguments of a model as the user types them; the option they belong to is for the message.
+    """Arguments of a model as the user types them; ``argument`` is their name in the message.
 
     Example:
         >>> parse_model_kwargs(["depths=1,1,2,1", "landmarks=conv:49", "mlp_ratio=2.0"])
@@ -532,7 +528,7 @@ def parse_model_kwargs(
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"{option} must look like {example}, got {word!r}")
+            raise ValueError(f"`{argument}` must look like {example}, got {word!r}")
         try:
             arguments[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -568,7 +564,7 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> None:
         matching = set(fnmatch.filter(names, glob))
         if not matching:
             raise ValueError(
-                f"--freeze {glob!r} matches no parameter; they are named {names[0]}, {names[-1]}, ..."
+                f"`freeze` {glob!r} matches no parameter; they are named {names[0]}, {names[-1]}, ..."
             )
         for name, parameter in model.named_parameters():
             if name in matching:

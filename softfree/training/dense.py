@@ -14,7 +14,7 @@ from softfree.models.checks import check_model_name, mistakes_in
 from softfree.models.features import FIXED_LANDMARKS
 from softfree.models.metadata import check_arguments
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.settings import Flags, OptimSettings
+from softfree.training.settings import Given, OptimSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BackboneSettings:
 
     def arguments(self) -> dict[str, Any]:
         """``backbone_kwargs`` for the models of softfree.detection and softfree.segmentation."""
-        with mistakes_in("--landmarks"):
+        with mistakes_in("landmarks"):
             LandmarkSpec.parse(self.landmarks)
         arguments = parse_model_kwargs(self.model_kwargs)
         check_model_name(self.model)
@@ -48,10 +48,10 @@ SMALL_BACKBONE = (
 )  # fmt: skip
 
 
-def fit_backbone(backbone: BackboneSettings, flags: Flags) -> BackboneSettings:
+def fit_backbone(backbone: BackboneSettings, given: Given) -> BackboneSettings:
     """The backbone without the arguments of a recipe, which our pyramids alone take, if it is another."""
     pyramid = backbone.model.startswith(("soft_", "softpp_")) and "vit" not in backbone.model
-    if pyramid or "--model-kwargs" in flags:
+    if pyramid or "model_kwargs" in given:
         return backbone
     return dataclasses.replace(backbone, model_kwargs=())
 
@@ -84,7 +84,7 @@ def dense_parameter_groups(
     if optim.layer_decay < 1:
         if not hasattr(network, "group_matcher"):
             raise ValueError(
-                "--layer-decay needs a backbone that tells its layers, as softpp_* and soft_* do, "
+                "`layer_decay` needs a backbone that tells its layers, as softpp_* and soft_* do, "
                 f"got a {type(network).__name__}"
             )
         groups = param_groups_layer_decay(

@@ -35,7 +35,7 @@ from softfree.training.dense import (
 )
 from softfree.training.distributed import Processes
 from softfree.training.engine import Task
-from softfree.training.settings import Flags, OptimSettings, RunSettings, fit_length
+from softfree.training.settings import Given, OptimSettings, RunSettings, fit_length
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
 # Torchvision's names, shorter, and the same for both detectors.
@@ -133,47 +133,39 @@ class Detection(Task):
     """Pictures to boxes, and to masks with Mask R-CNN."""
 
     name = "detection"
-    summary = (
-        "Train a detector of objects: RetinaNet (boxes) or Mask R-CNN (boxes and masks).\n\n"
-        "--recipe NAME sets defaults: 1x, 3x, shapes (without: shapes for the embedded shapes, else 1x)."
-    )
     recipes = RECIPES
     headline = ("box_AP", "mask_AP")
     sizes_vary = True  # of pictures, and the number of regions of the mask head
 
     @classmethod
-    def usual_recipe(cls, flags: Flags) -> str:
-        return "1x" if "--data-dir" in flags else "shapes"
+    def usual_recipe(cls, given: Given) -> str:
+        return "1x" if "data_dir" in given else "shapes"
 
     @classmethod
-    def adapt(cls, settings: DetectionSettings, flags: Flags) -> DetectionSettings:
+    def adapt(cls, settings: DetectionSettings, given: Given) -> DetectionSettings:
         length = RECIPES[settings.recipe].optim
         if settings.recipe == "shapes" and settings.detector.detector == "mask-rcnn":
             length = dataclasses.replace(length, steps=MASK_RCNN_SHAPES_STEPS)
         return dataclasses.replace(
             settings,
-            backbone=fit_backbone(settings.backbone, flags),
-            optim=fit_length(settings.optim, length, flags),
+            backbone=fit_backbone(settings.backbone, given),
+            optim=fit_length(settings.optim, length, given),
         )
 
     def __init__(self, settings: DetectionSettings, data: DetectionData | None = None):
         self.settings = settings
         given = settings.data
         check_model_name(settings.backbone.model)
-        for flag, sides in (
-            ("--short-sides", given.short_sides),
-            ("--short-side", (given.short_side,)),
-            ("--max-size", (given.max_size,)),
-        ):
-            if not sides or min(sides) < 1:
-                listed = ", ".join(map(str, sides)) or "none"
-                raise ValueError(f"{flag} must be at least 1, got {listed}")
+        if not given.short_sides or min(given.short_sides) < 1:
+            listed = ", ".join(map(str, given.short_sides)) or "none"
+            raise ValueError(f"`short_sides` must be at least 1, got {listed}")
+        check_at_least(1, short_side=given.short_side, max_size=given.max_size)
         detector = settings.detector
-        check_at_least(1, **{"--width": detector.width, "--anchor-size": detector.anchor_size})
+        check_at_least(1, width=detector.width, anchor_size=detector.anchor_size)
         # Half of them train the proposals themselves.
-        check_at_least(2, **{"--proposals": detector.proposals})
+        check_at_least(2, proposals=detector.proposals)
         if detector.head_norm and detector.detector == "retinanet":
-            check_grouped(**{"--width": detector.width})
+            check_grouped(width=detector.width)
         self.masks = detector.detector == "mask-rcnn"
         self.metric = "mask_AP" if self.masks else "box_AP"
         if data is None:

@@ -19,9 +19,9 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if gpus else "cpu"
     kind, _, number = name.partition(":")
     if name != "cpu" and (kind != "cuda" or not (name == kind or number.isdecimal())):
-        raise ValueError(f"--device must be 'auto', 'cuda' or 'cpu', got {name!r}")
+        raise ValueError(f"`device` must be 'auto', 'cuda' or 'cpu', got {name!r}")
     if kind == "cuda" and int(number or 0) >= gpus:
-        raise ValueError(f"--device {name}: PyTorch finds no such GPU here; try --device cpu")
+        raise ValueError(f"`device` {name}: PyTorch finds no such GPU here; try `device` cpu")
     return torch.device(name)
 
 

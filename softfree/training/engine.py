@@ -43,7 +43,7 @@ from softfree.training.sampling import (
 )
 from softfree.training.schedule import Schedule
 from softfree.training.settings import (
-    Flags,
+    Given,
     Interval,
     OptimSettings,
     RunSettings,
@@ -66,7 +66,6 @@ class Task(ABC):
 
     Attributes:
         name: e.g. "classification".
-        summary: what `softfree train NAME --help` begins with.
         recipes: settings by name, to start from. An instance is made of such settings.
         metric: the number of :meth:`evaluate` that decides which checkpoint is the best.
         higher_is_better: whether more of it is better.
@@ -79,7 +78,6 @@ class Task(ABC):
     """
 
     name: str
-    summary: str
     recipes: ClassVar[Mapping[str, Any]]
     metric: str
     higher_is_better: bool = True
@@ -89,13 +87,13 @@ class Task(ABC):
     eval_data: MapData
 
     @classmethod
-    def usual_recipe(cls, flags: Flags) -> str:
-        """The recipe to take if none is named: it may depend on the flags that are given."""
+    def usual_recipe(cls, given: Given) -> str:
+        """The recipe to take if none is named: it may depend on what the user gave."""
         raise NotImplementedError
 
     @classmethod
-    def adapt(cls, settings: Any, flags: Flags) -> Any:
-        """Settings in which what a recipe set, and no flag, fits what the flags changed."""
+    def adapt(cls, settings: Any, given: Given) -> Any:
+        """Settings in which what a recipe set, and nobody gave, fits what was given."""
         return settings
 
     @classmethod
@@ -247,7 +245,7 @@ class _Training:
         self.steps_per_epoch = self.sampler.steps_per_epoch
         self.schedule = Schedule.of(optim, self.steps_per_epoch)
         if optim.amp_dtype == "float16" and run.fsdp:
-            raise ValueError("--fsdp needs --amp-dtype bfloat16 or none, got float16")
+            raise ValueError("`fsdp` needs `amp_dtype` bfloat16 or none, got float16")
 
         seed_all(run.seed)
         self.plain = self._build_model()
@@ -287,7 +285,7 @@ class _Training:
                 checkpoint.recover(self.best)
             except OSError as error:
                 raise ValueError(
-                    f"--output {self.run.output} can't be written: {error.strerror}; give a folder of yours"
+                    f"`output` {self.run.output} can't be written: {error.strerror}; give a folder of yours"
                 ) from error
         # The others look only after the main process has cleared up.
         distributed.gather([], self.processes)
@@ -300,22 +298,22 @@ class _Training:
         if not begun or (given is not None and given.resolve() == self.last.resolve()):
             return given
         raise ValueError(
-            f"--output {self.run.output} already has a run; go on with --resume auto, or give another "
-            "--output"
+            f"`output` {self.run.output} already has a run; go on with `resume` auto, or give another "
+            "`output`"
         )
 
     def _build_model(self) -> nn.Module:
         model = self.task.build_model()
         if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError("--freeze leaves no parameter to train")
+            raise ValueError("`freeze` leaves no parameter to train")
         if self.run.grad_checkpointing:
             enable = getattr(model, "set_grad_checkpointing", None)
             if enable is None:
-                raise ValueError(f"--grad-checkpointing: {type(model).__name__} does not offer it")
+                raise ValueError(f"`grad_checkpointing`: {type(model).__name__} does not offer it")
             enable(True)
         if self.run.sync_bn:
             if self.device.type != "cuda" or self.processes.count == 1:
-                raise ValueError("--sync-bn needs several processes on GPUs (torchrun)")
+                raise ValueError("`sync_bn` needs several processes on GPUs (torchrun)")
             model = convert_sync_batchnorm(model)  # timm's keeps the activations of its norms
         layout = torch.channels_last if self.run.channels_last else torch.preserve_format
         return model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
@@ -326,7 +324,7 @@ class _Training:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.benchmark = not self.task.sizes_vary
         if self.run.fsdp and self.processes.count == 1:
-            raise ValueError("--fsdp needs several processes: start with torchrun")
+            raise ValueError("`fsdp` needs several processes: start with torchrun")
         self.whole_model: nn.Module | None = None
         if self.run.fsdp:
             # For evaluation: its passes need no other process, and the processes' counts may differ.
@@ -355,8 +353,8 @@ class _Training:
             if metadata["run"].get(name) != value:
                 raise ValueError(
                     f"{path} was written with {name} {metadata['run'].get(name)}, this run has {value}: "
-                    "the order of the data would change. Use the same data, --seed, and product of "
-                    "--batch-size, --grad-accum-steps and processes"
+                    "the order of the data would change. Use the same data, `seed`, and product of "
+                    "`batch_size`, `grad_accum_steps` and processes"
                 )
         distributed.set_weights(self.plain, weights)
         if state["optimizer"]:
@@ -375,7 +373,7 @@ class _Training:
         if self.position.step > self.schedule.total:
             raise ValueError(
                 f"{path} is at step {self.position.step:,}, beyond this run's end at "
-                f"{self.schedule.total:,} (--epochs, --steps)"
+                f"{self.schedule.total:,} (`epochs`, `steps`)"
             )
         self.optimizer.settle_buffers()
 
@@ -516,8 +514,8 @@ class _Training:
             where = find_nonfinite(self.plain, lambda: self._loss(last_batch), self.processes)
             raise NonFiniteError(
                 f"stopped at step {position.step:,}: {in_a_row} steps in a row gave numbers that are not "
-                f"finite (limit: --max-skipped {self.run.max_skipped}); {where}. A lower --lr, "
-                "--clip-grad 1 or --amp-dtype none may help"
+                f"finite (limit: `max_skipped` {self.run.max_skipped}); {where}. A lower `lr`, "
+                "`clip_grad` 1 or `amp_dtype` none may help"
             )
 
     def _loss(self, batch: Any) -> Tensor:

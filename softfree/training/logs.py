@@ -77,7 +77,7 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
-                "--log-tensorboard needs a package: pip install tensorboard"
+                "`log_tensorboard` needs a package: pip install tensorboard"
             ) from error
         if self.active:
             self.tensorboard = SummaryWriter(self.output / "tensorboard")
@@ -87,7 +87,7 @@ class RunLog:
         try:
             import wandb  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
-            raise ValueError("--log-wandb needs a package: pip install wandb") from error
+            raise ValueError("`log_wandb` needs a package: pip install wandb") from error
         if self.active:
             config = json.loads(settings_json)
             self.wandb = wandb.init(project="softfree", dir=self.output, config=config)

@@ -35,7 +35,7 @@ from softfree.training.devices import AmpDtype, autocast, choose_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task
 from softfree.training.loading import evaluation_batches
-from softfree.training.settings import Flags, OptimSettings, RunSettings
+from softfree.training.settings import Given, OptimSettings, RunSettings
 
 TEST_RESULT = "test.json"
 
@@ -130,35 +130,31 @@ RECIPES = {
 def check_task(name: str) -> None:
     """Refuse a task that does not exist."""
     if name not in TASKS:
-        raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {name!r}")
+        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {name!r}")
 
 
 class LongRange(Task):
     """Sequences, or pairs of them, to classes, with cross-entropy."""
 
     name = "longrange"
-    summary = (
-        "Train the sequence encoder on a task of the Long Range Arena.\n\n--task sets the defaults below to "
-        "the papers' for it. At the end the step that was best on dev is tested."
-    )
     recipes = RECIPES
     metric = "accuracy"
 
     @classmethod
-    def usual_recipe(cls, flags: Flags) -> str:
-        task = flags.get("--task", LongRangeDataSettings.task)
+    def usual_recipe(cls, given: Given) -> str:
+        task = given.get("task", LongRangeDataSettings.task)
         check_task(task)
         return task
 
     @classmethod
-    def adapt(cls, settings: Any, flags: Flags) -> Any:
-        if "--epochs" in flags:
-            raise ValueError(f"--epochs {flags['--epochs']}: these runs are counted in --steps")
+    def adapt(cls, settings: Any, given: Given) -> Any:
+        if "epochs" in given:
+            raise ValueError(f"`epochs` {given['epochs']}: these runs are counted in `steps`")
         usual, optim, run = RECIPES[settings.recipe].optim, settings.optim, settings.run
-        if "--warmup-steps" not in flags:
+        if "warmup_steps" not in given:
             warmup = usual.warmup_steps * optim.steps // usual.steps
             optim = dataclasses.replace(optim, warmup_steps=warmup)
-        if "--eval-every" not in flags:
+        if "eval_every" not in given:
             run = dataclasses.replace(run, eval_every=min(run.eval_every, optim.steps))
         return dataclasses.replace(settings, optim=optim, run=run)
 
@@ -223,8 +219,7 @@ class LongRange(Task):
 
 def load_data(settings: LongRangeDataSettings) -> LongRangeData:
     """The task's samples; says what it does while it makes those of listops."""
-    sizes = {"--listops-train": settings.listops_train, "--listops-eval": settings.listops_eval}
-    check_at_least(1, **sizes)
+    check_at_least(1, listops_train=settings.listops_train, listops_eval=settings.listops_eval)
     console = Console(stderr=True, highlight=False)
 
     @functools.cache
@@ -244,30 +239,23 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
     """Keywords of :class:`SequenceClassifier`."""
     if settings.attention not in ATTENTIONS:
         raise ValueError(
-            f"--attention must be one of {', '.join(ATTENTIONS)}, got {settings.attention!r}"
+            f"`attention` must be one of {', '.join(ATTENTIONS)}, got {settings.attention!r}"
         )
     if settings.pooling not in POOLINGS:
         raise ValueError(
-            f"--pooling must be one of {', '.join(POOLINGS)}, got {settings.pooling!r}"
+            f"`pooling` must be one of {', '.join(POOLINGS)}, got {settings.pooling!r}"
         )
-    check_at_least(
-        1,
-        **{
-            "--depth": settings.depth,
-            "--num-heads": settings.num_heads,
-            "--mlp-dim": settings.mlp_dim,
-        },
-    )
+    check_at_least(1, depth=settings.depth, num_heads=settings.num_heads, mlp_dim=settings.mlp_dim)
     if settings.dim < 1 or settings.dim % settings.num_heads:
         raise ValueError(
-            f"--dim must be a multiple of --num-heads {settings.num_heads}, got {settings.dim}"
+            f"`dim` must be a multiple of `num_heads` {settings.num_heads}, got {settings.dim}"
         )
     if not 0 <= settings.dropout < 1:
-        raise ValueError(f"--dropout must lie in [0, 1), got {settings.dropout:g}")
+        raise ValueError(f"`dropout` must lie in [0, 1), got {settings.dropout:g}")
     return {
         **dataclasses.asdict(settings),
         "attention_options": parse_model_kwargs(
-            settings.attention_options, "--attention-options", "stride=32"
+            settings.attention_options, "attention_options", "stride=32"
         ),
         "vocab_size": task.vocab_size,
         "length": task.length,
@@ -284,7 +272,7 @@ def build_encoder(arguments: dict[str, Any]) -> SequenceClassifier:
 
 def check_encoder(arguments: dict[str, Any]) -> None:
     """Refuse options that the attention does not take."""
-    with mistakes_in("--attention-options"), torch.device("meta"):
+    with mistakes_in("attention_options"), torch.device("meta"):
         build_encoder(arguments)
 
 

@@ -71,9 +71,9 @@ class StepSampler(Sampler[list[Key]]):
         self.steps_per_epoch = samples // self.global_batch
         if not self.steps_per_epoch:
             raise ValueError(
-                f"one step takes {self.global_batch} samples (--batch-size {batch_size} x "
-                f"--grad-accum-steps {passes} x {processes} processes), but there are only {samples} "
-                "to train on; make --batch-size smaller"
+                f"one step takes {self.global_batch} samples (`batch_size` {batch_size} x "
+                f"`grad_accum_steps` {passes} x {processes} processes), but there are only {samples} "
+                "to train on; make `batch_size` smaller"
             )
 
     def __len__(self) -> int:

@@ -32,8 +32,8 @@ class Schedule:
         warmup = optim.warmup_steps or round(optim.warmup_epochs * steps_per_epoch)
         if warmup >= total:
             raise ValueError(
-                f"the warm-up of {warmup} steps (--warmup-epochs, --warmup-steps) must be shorter than "
-                f"the run of {total} (--epochs, --steps); --warmup-epochs 0 means none"
+                f"the warm-up of {warmup} steps (`warmup_epochs`, `warmup_steps`) must be shorter than "
+                f"the run of {total} (`epochs`, `steps`); `warmup_epochs` 0 means none"
             )
         unit = 1 if optim.steps else steps_per_epoch
         return cls(

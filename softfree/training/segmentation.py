@@ -37,7 +37,7 @@ from softfree.training.dense import (
 )
 from softfree.training.distributed import Processes
 from softfree.training.engine import Task
-from softfree.training.settings import Flags, OptimSettings, RunSettings, fit_length
+from softfree.training.settings import Given, OptimSettings, RunSettings, fit_length
 
 AUXILIARY_WEIGHT = 0.4
 
@@ -122,39 +122,35 @@ class Segmentation(Task):
     """Pictures to a class for every pixel, with cross-entropy and an auxiliary head."""
 
     name = "segmentation"
-    summary = (
-        "Train UPerNet: a class for every pixel.\n\n--recipe NAME sets defaults: ade20k, cityscapes, shapes "
-        "(without: shapes for the embedded shapes, else ade20k)."
-    )
     recipes = RECIPES
     metric = "mIoU"
 
     @classmethod
-    def usual_recipe(cls, flags: Flags) -> str:
-        return "ade20k" if "--data-dir" in flags else "shapes"
+    def usual_recipe(cls, given: Given) -> str:
+        return "ade20k" if "data_dir" in given else "shapes"
 
     @classmethod
-    def adapt(cls, settings: SegmentationSettings, flags: Flags) -> SegmentationSettings:
+    def adapt(cls, settings: SegmentationSettings, given: Given) -> SegmentationSettings:
         return dataclasses.replace(
             settings,
-            backbone=fit_backbone(settings.backbone, flags),
-            optim=fit_length(settings.optim, RECIPES[settings.recipe].optim, flags),
+            backbone=fit_backbone(settings.backbone, given),
+            optim=fit_length(settings.optim, RECIPES[settings.recipe].optim, given),
         )
 
     def __init__(self, settings: SegmentationSettings, data: SegmentationData | None = None):
         self.settings = settings
         given = settings.data
         check_model_name(settings.backbone.model)
-        check_at_least(0, **{"--short-side": given.short_side, "--window": given.window})
-        check_at_least(1, **{"--crop": given.crop})
-        check_at_least(2, **{"--width": settings.decoder.width})
+        check_at_least(0, short_side=given.short_side, window=given.window)
+        check_at_least(1, crop=given.crop)
+        check_at_least(2, width=settings.decoder.width)
         if settings.optim.batch_size == 1 and not settings.run.sync_bn:
             raise ValueError(
-                "--batch-size must be at least 2, got 1: a batch norm of UPerNet sees one value a picture"
+                "`batch_size` must be at least 2, got 1: a batch norm of UPerNet sees one value a picture"
             )
         low, high = given.scales
         if not 0 < low <= high:
-            raise ValueError(f"--scales must be above 0 and in order, got {low:g} {high:g}")
+            raise ValueError(f"`scales` must be above 0 and in order, got {low:g} {high:g}")
         if data is None:
             data = load_segmentation(
                 given.data_dir, ignore_label=given.ignore_label, check=given.check_data

@@ -1,23 +1,20 @@
-"""Settings every task shares, and how they reach a run: defaults, then recipe, then file, then flags."""
+"""Settings that every task shares; how they are changed, checked, written and read."""
 
-import argparse
 import dataclasses
-import itertools
 import json
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
-
-import tyro
+from typing import Any, Literal, TypeVar
 
 from softfree.models.checks import check_at_least
 from softfree.models.metadata import read_json
 from softfree.training.devices import AmpDtype
 
 Settings = TypeVar("Settings")
-Flags = Mapping[str, str]
+# Arguments that the user gave, by name, each with its first value as it was typed.
+Given = Mapping[str, str]
 # torch warns of more loading processes than there are cores.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
 
@@ -123,7 +120,7 @@ class Interval:
         number = text if unit == "steps" else text[:-1]
         if not number.isdecimal() or int(number) < 1:
             raise ValueError(
-                f"--save-every must be a number of epochs (2e), steps (500) or seconds (600s), "
+                f"`save_every` must be a number of epochs (2e), steps (500) or seconds (600s), "
                 f"got {text!r}"
             )
         return cls(int(number), unit)
@@ -131,98 +128,37 @@ class Interval:
 
 def check_workers(workers: int) -> None:
     """Refuse a negative number of loading processes."""
-    check_at_least(0, **{"--workers": workers})
+    check_at_least(0, workers=workers)
 
 
 def check_settings(optim: OptimSettings, run: RunSettings) -> None:
-    """Refuse values that can't be meant, by the names of their flags."""
+    """Refuse values that can't be meant."""
     Interval.parse(run.save_every)
     check_workers(run.workers)
-    at_least = {
-        "--batch-size": (optim.batch_size, 1),
-        "--grad-accum-steps": (optim.grad_accum_steps, 1),
-        "--epochs": (optim.epochs, 1),
-        "--steps": (optim.steps, 0),
-        "--lr": (optim.lr, 0),
-        "--warmup-epochs": (optim.warmup_epochs, 0),
-        "--warmup-steps": (optim.warmup_steps, 0),
-        "--weight-decay": (optim.weight_decay, 0),
-        "--clip-grad": (optim.clip_grad, 0),
-        "--log-interval": (run.log_interval, 1),
-        "--eval-every": (run.eval_every, 0),
-        "--max-skipped": (run.max_skipped, 1),
-    }
-    for flag, (value, lowest) in at_least.items():
-        check_at_least(lowest, **{flag: value})
+    for part, least, names in (
+        (optim, 1, ("batch_size", "grad_accum_steps", "epochs")),
+        (optim, 0, ("steps", "lr", "warmup_epochs", "warmup_steps", "weight_decay", "clip_grad")),
+        (run, 1, ("log_interval", "max_skipped")),
+        (run, 0, ("eval_every",)),
+    ):
+        check_at_least(least, **{name: getattr(part, name) for name in names})
     if not all(0 <= beta < 1 for beta in optim.betas):
         first, second = optim.betas
-        raise ValueError(f"--betas must lie in [0, 1), got {first:g} {second:g}")
+        raise ValueError(f"`betas` must lie in [0, 1), got {first:g} {second:g}")
     if not 0 < optim.layer_decay <= 1:
-        raise ValueError(f"--layer-decay must lie in (0, 1], got {optim.layer_decay}")
+        raise ValueError(f"`layer_decay` must lie in (0, 1], got {optim.layer_decay}")
     if not 0 <= optim.model_ema_decay < 1:
-        raise ValueError(f"--model-ema-decay must lie in [0, 1), got {optim.model_ema_decay}")
+        raise ValueError(f"`model_ema_decay` must lie in [0, 1), got {optim.model_ema_decay}")
 
 
-class OffersRecipes(Protocol):
-    """What :func:`resolve` must be told of a task; see :class:`softfree.training.engine.Task`."""
+def fit_length(optim: OptimSettings, recipe: OptimSettings, given: Given) -> OptimSettings:
+    """``optim``, made of ``recipe`` and what was given, with warm-up and drops that fit the run's length.
 
-    @property
-    def recipes(self) -> Mapping[str, Any]: ...
-
-    def usual_recipe(self, flags: Flags) -> str: ...
-
-    def adapt(self, settings: Any, flags: Flags) -> Any: ...
-
-
-def resolve(
-    argv: Sequence[str],
-    task: OffersRecipes,
-    recipes: Mapping[str, Any] | None = None,
-    prog: str = "",
-    description: str = "",
-) -> Any:
-    """Settings of a task: a recipe or the file of --config, then the flags, which win.
-
-    ``recipes`` stand in for the task's own, of a dataclass that has the same parts and more.
+    A recipe that counts in steps gives way to ``epochs``. The warm-up takes a tenth of the steps at most, and drops
+    come at the same share of the run. What was given stays.
     """
-    recipes = task.recipes if recipes is None else recipes
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--recipe", default="")
-    first.add_argument("--config", default="")
-    chosen, rest = first.parse_known_args([_with_hyphens(a) for a in argv])
-    if chosen.recipe and chosen.recipe not in recipes:
-        raise ValueError(f"--recipe must be one of {', '.join(recipes)}, got {chosen.recipe!r}")
-    if chosen.recipe and chosen.config:
-        raise ValueError("--recipe and --config can't be used together: the file has its recipe")
-    flags = _flags_in(rest)
-    kind = type(next(iter(recipes.values())))
-    if chosen.config:
-        default = read_settings(kind, Path(chosen.config))
-    else:
-        default = recipes[chosen.recipe or task.usual_recipe(flags)]
-    settings = tyro.cli(
-        kind,
-        args=rest,
-        default=default,
-        prog=prog,
-        description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    if chosen.config:
-        return settings
-    if "--batch-size" not in flags:
-        settings = override(settings, {"optim": dict(batch_size=_share_batch(default))})
-    return task.adapt(settings, flags)
-
-
-def fit_length(optim: OptimSettings, recipe: OptimSettings, flags: Flags) -> OptimSettings:
-    """``optim``, which flags made of ``recipe``, with warm-up and drops that fit the run's length.
-
-    A recipe that counts in steps gives way to --epochs. The warm-up takes a tenth of the steps at most, and drops
-    come at the same share of the run. What a flag set stays.
-    """
-    steps = optim.steps if "--steps" in flags else recipe.steps
-    if "--epochs" in flags and "--steps" not in flags:
+    steps = optim.steps if "steps" in given else recipe.steps
+    if "epochs" in given and "steps" not in given:
         steps = 0
     warmup = recipe.warmup_steps
     if steps:
@@ -230,30 +166,14 @@ def fit_length(optim: OptimSettings, recipe: OptimSettings, flags: Flags) -> Opt
     elif recipe.steps:
         warmup = 0
     share = (steps or optim.epochs) / (recipe.steps or recipe.epochs)
-    fitted: dict[str, Any] = {
-        "--steps": steps,
-        "--warmup-steps": warmup,
-        "--decay-milestones": tuple(round(drop * share) for drop in recipe.decay_milestones),
-    }
-    changes = {
-        flag[2:].replace("-", "_"): value for flag, value in fitted.items() if flag not in flags
-    }
-    return dataclasses.replace(optim, **changes)
-
-
-def _flags_in(argv: Sequence[str]) -> Flags:
-    """The flags of a command line, each with what follows it: its first value, or nothing."""
-    flags = {}
-    for argument, following in itertools.pairwise([*argv, ""]):
-        if argument.startswith("--"):
-            flag, equals, value = argument.partition("=")
-            flags[flag] = value if equals else following
-    return flags
-
-
-def _with_hyphens(argument: str) -> str:
-    flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
+    fitted: dict[str, Any] = dict(
+        steps=steps,
+        warmup_steps=warmup,
+        decay_milestones=tuple(round(drop * share) for drop in recipe.decay_milestones),
+    )
+    return dataclasses.replace(
+        optim, **{name: value for name, value in fitted.items() if name not in given}
+    )
 
 
 def override(settings: Settings, overrides: Mapping[str, Mapping[str, Any]]) -> Settings:
@@ -275,10 +195,8 @@ def read_settings(kind: type[Settings], path: Path) -> Settings:
     """Settings that :func:`settings_to_json` wrote; where a run writes is for its user to say, not for a file."""
     try:
         return _from_plain(kind, read_json(path))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"--config {path} does not exist") from None
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--config {path} is no settings.json of this command: {error}") from error
+        raise ValueError(f"{path} is no settings.json of this command: {error}") from error
 
 
 def _from_plain(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -298,14 +216,3 @@ def _from_plain(kind: Any, values: Mapping[str, Any]) -> Any:
     if kind is RunSettings:
         made = {name: value for name, value in made.items() if name not in ("output", "resume")}
     return kind(**made)
-
-
-def _share_batch(recipe: Any) -> int:
-    """A recipe's batch shared out among the processes that torchrun started."""
-    batch, processes = recipe.optim.batch_size, int(os.environ.get("WORLD_SIZE", 1))
-    if batch % processes:
-        raise ValueError(
-            f"the recipe's batch of {batch} can't be shared out among {processes} processes; "
-            "give --batch-size, the batch of one process"
-        )
-    return batch // processes

@@ -188,7 +188,7 @@ def test_faults_are_named(tmp_path):
 @pytest.mark.parametrize("task", ["detection", "segmentation"])
 def test_fewer_processes_than_none_are_refused_by_their_flag(tmp_path, task):
     for command, given in ((check_data, "--data-dir"), (validate, "--checkpoint")):
-        with pytest.raises(ValueError, match="--workers must be at least 0, got -1"):
+        with pytest.raises(ValueError, match="`workers` must be at least 0, got -1"):
             command.main([task, given, str(tmp_path), "--workers", "-1"])
 
 

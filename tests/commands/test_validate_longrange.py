@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from softfree.commands.train import resolve
 from softfree.commands.validate.longrange import ValidateLongRange
 from softfree.training.longrange import LongRange
-from softfree.training.settings import resolve
 
 
 def validate(checkpoint, **options):
@@ -34,7 +34,7 @@ def test_the_score_is_that_of_the_training(output, capsys):
 
 
 def test_fewer_processes_than_none_are_refused_by_their_flag(tmp_path):
-    with pytest.raises(ValueError, match="--workers must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="`workers` must be at least 0, got -1"):
         validate(tmp_path, workers=-1)
 
 

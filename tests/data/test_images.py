@@ -250,7 +250,7 @@ def test_folders_give_sorted_classes_and_every_picture(tmp_path):
 
 
 def test_missing_data_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"--data-dir .*nowhere does not exist; .*train/"):
+    with pytest.raises(FileNotFoundError, match=r"`data_dir` .*nowhere does not exist; .*train/"):
         load_images(str(tmp_path / "nowhere"))
     (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match=r"file is a file; expected a folder"):

@@ -89,7 +89,7 @@ def test_blank_json_lines_are_left_out_and_a_file_without_others_is_named(tmp_pa
         (tmp_path / f"{split}.jsonl").write_text('\n{"text": "a", "label": 0}\n\n')
     assert len(load_longrange("text", tmp_path).train) == 1
     (tmp_path / "test.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="test.jsonl has no sample for --task text"):
+    with pytest.raises(ValueError, match="test.jsonl has no sample for `task` text"):
         load_longrange("text", tmp_path)
 
 
@@ -284,16 +284,16 @@ def test_listops_is_made_in_the_folder_given_and_needs_no_other(tmp_path, monkey
 
 @pytest.mark.parametrize("name", ["text", "retrieval", "image", "pathfinder"])
 def test_a_task_without_its_files_says_what_it_needs(tmp_path, name):
-    with pytest.raises(ValueError, match=f"--task {name} needs --data-dir with"):
+    with pytest.raises(ValueError, match=f"`task` {name} needs `data_dir` with"):
         load_longrange(name)
-    with pytest.raises(FileNotFoundError, match=f"is no folder; --task {name} needs"):
+    with pytest.raises(FileNotFoundError, match=f"is no folder; `task` {name} needs"):
         load_longrange(name, tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="--data-dir"):
+    with pytest.raises(FileNotFoundError, match="`data_dir`"):
         load_longrange(name, tmp_path)
 
 
 def test_an_unknown_task_lists_those_there_are():
-    with pytest.raises(ValueError, match="--task must be one of listops, text, .* got 'sort'"):
+    with pytest.raises(ValueError, match="`task` must be one of listops, text, .* got 'sort'"):
         load_longrange("sort")
 
 

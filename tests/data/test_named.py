@@ -108,7 +108,7 @@ def test_hugging_face_dataset_is_read_through_timm(tmp_path, tmp_path_factory):
 def test_wrong_name_or_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must start with torch/, hfds/, wds/, got 'imagenet'"):
         load_images(str(tmp_path), dataset="imagenet")
-    with pytest.raises(ValueError, match=r"--dataset wds/a needs --data-dir"):
+    with pytest.raises(ValueError, match=r"`dataset` wds/a needs `data_dir`"):
         load_images(None, dataset="wds/a")
     with pytest.raises(FileNotFoundError, match=r"nowhere is not a folder"):
         load_images(str(tmp_path / "nowhere"), dataset="wds/a")

@@ -156,5 +156,5 @@ def test_pictures_of_different_sizes_are_refused(files, tmp_path):
 def test_a_file_that_cannot_be_read_is_named(files, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no picture")
     files.paths[2] = str(tmp_path / "bad.png")
-    with pytest.raises(ValueError, match=r"--data-on-device: .*bad\.png can't be read"):
+    with pytest.raises(ValueError, match=r"`data_on_device`: .*bad\.png can't be read"):
         ResidentImages(files, "cpu")

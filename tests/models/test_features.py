@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 def test_a_file_without_weights_is_refused_in_one_line(tmp_path):
     (tmp_path / "street.jpg").write_bytes(b"\xff\xd8\xff\xe0 no weights")
-    with pytest.raises(ValueError, match="^--backbone-checkpoint: .*street.jpg") as error:
+    with pytest.raises(ValueError, match="^`backbone_checkpoint`: .*street.jpg") as error:
         pretrained_arguments("softpp_tiny", tmp_path / "street.jpg", **PYRAMID)
     assert "\n" not in str(error.value) and "weights_only" not in str(error.value)
 
@@ -112,5 +112,5 @@ def test_a_checkpoint_of_another_task_is_refused(tmp_path):
 
 
 def test_an_argument_the_backbone_does_not_know_is_named():
-    with pytest.raises(ValueError, match="--model resnet10t does not take .*embed_dims"):
+    with pytest.raises(ValueError, match="`model` resnet10t does not take .*embed_dims"):
         PyramidFeatures("resnet10t", embed_dims=(1, 2, 3, 4))

@@ -71,7 +71,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, fails_a
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointWriteError, match="No space left on device .*--resume auto"):
+    with pytest.raises(CheckpointWriteError, match="No space left on device .*`resume` auto"):
         write(tmp_path / "last", 2)
     monkeypatch.undo()
     # The last sync comes after the renames: by then the new one is whole.
@@ -174,7 +174,7 @@ def test_a_run_may_change_where_its_data_lie_but_not_what_it_trains(tmp_path):
         "backbone": dict(model="y", bn=True),
     }
     with pytest.raises(
-        ValueError, match="is of a run with --task text, --model x, --no-bn; give the same"
+        ValueError, match="is of a run with `task` text, `model` x, `no_bn`; give the same"
     ):
         check_same_run(tmp_path, json.dumps(other))
 

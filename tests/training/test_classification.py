@@ -163,9 +163,9 @@ def test_pictures_on_the_device_give_the_same_crops_after_a_resume(tmp_path):
 
 def test_pictures_on_the_device_refuse_what_is_done_on_the_cpu():
     given = dataclasses.replace(settings(), data=DataSettings(data_on_device=True))
-    with pytest.raises(ValueError, match="--color-jitter 0 and no --aa .*got --color-jitter 0.4"):
+    with pytest.raises(ValueError, match="`color_jitter` 0 and no `aa` .*got `color_jitter` 0.4"):
         Classification(given)
-    with pytest.raises(ValueError, match="--train-interpolation bilinear, bicubic, random"):
+    with pytest.raises(ValueError, match="`train_interpolation` bilinear, bicubic, random"):
         Classification(
             dataclasses.replace(
                 given, augment=AugmentSettings(color_jitter=0.0, train_interpolation="nearest")
@@ -221,7 +221,7 @@ def test_data_without_a_readable_picture_stops_the_run():
 
 
 def test_mixup_refuses_odd_batches():
-    with pytest.raises(ValueError, match="even --batch-size, got 15"):
+    with pytest.raises(ValueError, match="even `batch_size`, got 15"):
         Classification(settings(augment={"cutmix": 1.0}, optim={"batch_size": 15}))
 
 
@@ -271,7 +271,7 @@ def test_frozen_parameters_stay_and_the_others_move(tmp_path):
 
 
 def test_globs_that_match_nothing_are_refused():
-    with pytest.raises(ValueError, match="--freeze 'body.*' matches no parameter; they are named"):
+    with pytest.raises(ValueError, match="`freeze` 'body.*' matches no parameter; they are named"):
         freeze(torch.nn.Linear(2, 2), ["body.*"])
 
 
@@ -301,11 +301,11 @@ def test_norms_and_positions_have_no_weight_decay():
 def test_unknown_models_get_advice():
     with pytest.raises(ValueError, match="no model 'softpp_tinny'; did you mean 'softpp_tiny'"):
         Classification(settings(model={"model": "softpp_tinny"}))
-    with pytest.raises(ValueError, match="does not take --model-kwargs"):
+    with pytest.raises(ValueError, match="does not take `model_kwargs`"):
         Classification(settings(model={"model_kwargs": ("wings=2",)}))
-    with pytest.raises(ValueError, match="--model-kwargs: embed_dims must have 4 values"):
+    with pytest.raises(ValueError, match="`model_kwargs`: embed_dims must have 4 values"):
         Classification(settings(model={"model_kwargs": ("embed_dims=32,64",)}))
-    with pytest.raises(ValueError, match="--attention: attention must be one of"):
+    with pytest.raises(ValueError, match="`attention`: attention must be one of"):
         Classification(settings(model={"attention": "linear"}))
-    with pytest.raises(ValueError, match="--img-size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`img_size` must be at least 1, got 0"):
         Classification(settings(model={"img_size": 0}))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from softfree.commands.train import resolve
 from softfree.models.detection import retinanet
 from softfree.training.dense import (
     SMALL_BACKBONE,
@@ -12,7 +13,7 @@ from softfree.training.dense import (
 )
 from softfree.training.detection import Detection
 from softfree.training.segmentation import Segmentation
-from softfree.training.settings import OptimSettings, resolve
+from softfree.training.settings import OptimSettings
 from tests.models.small import PYRAMID
 
 
@@ -53,7 +54,7 @@ def test_early_layers_learn_slower_and_the_heads_at_the_full_rate(model):
 
 
 def test_layer_decay_of_a_backbone_that_does_not_tell_its_layers_is_refused():
-    with pytest.raises(ValueError, match="--layer-decay needs a backbone that tells its layers"):
+    with pytest.raises(ValueError, match="`layer_decay` needs a backbone that tells its layers"):
         dense_parameter_groups(
             torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), OptimSettings(layer_decay=0.5)
         )
@@ -65,9 +66,9 @@ def test_backbone_arguments_are_typed_as_for_classification():
 
 
 def test_landmarks_and_arguments_that_no_backbone_takes_are_refused_by_their_flag():
-    with pytest.raises(ValueError, match="--landmarks: landmarks: sampler must be one of"):
+    with pytest.raises(ValueError, match="`landmarks`: landmarks: sampler must be one of"):
         BackboneSettings(landmarks="cnv").arguments()
-    with pytest.raises(ValueError, match="--model-kwargs: embed_dims must have 4 values"):
+    with pytest.raises(ValueError, match="`model_kwargs`: embed_dims must have 4 values"):
         retinanet("softpp_tiny", backbone_kwargs=dict(embed_dims=(32, 64)))
 
 

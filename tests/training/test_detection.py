@@ -63,7 +63,7 @@ def test_the_recipes_are_those_of_the_paper():
 
 
 def test_without_a_recipe_the_data_decide():
-    assert Detection.usual_recipe({"--data-dir": "coco"}) == "1x"
+    assert Detection.usual_recipe({"data_dir": "coco"}) == "1x"
     assert Detection.usual_recipe({}) == "shapes"
 
 
@@ -194,9 +194,9 @@ def test_an_unknown_model_is_refused_before_anything_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(short_sides=()), "--short-sides must be at least 1, got none"),
-        (dict(short_side=0), "--short-side must be at least 1, got 0"),
-        (dict(max_size=-1), "--max-size must be at least 1, got -1"),
+        (dict(short_sides=()), "`short_sides` must be at least 1, got none"),
+        (dict(short_side=0), "`short_side` must be at least 1, got 0"),
+        (dict(max_size=-1), "`max_size` must be at least 1, got -1"),
     ],
 )
 def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
@@ -207,13 +207,13 @@ def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(width=0), "--width must be at least 1, got 0"),
-        (dict(width=7), "--width must be a multiple of 8 where the heads have GroupNorm, got 7"),
-        (dict(width=260), "--width must be a multiple of 32 where"),
-        (dict(width=0, detector="mask-rcnn"), "--width must be at least 1, got 0"),
-        (dict(anchor_size=-4), "--anchor-size must be at least 1, got -4"),
-        (dict(proposals=-3, detector="mask-rcnn"), "--proposals must be at least 2, got -3"),
-        (dict(proposals=1, detector="mask-rcnn"), "--proposals must be at least 2, got 1"),
+        (dict(width=0), "`width` must be at least 1, got 0"),
+        (dict(width=7), "`width` must be a multiple of 8 where the heads have GroupNorm, got 7"),
+        (dict(width=260), "`width` must be a multiple of 32 where"),
+        (dict(width=0, detector="mask-rcnn"), "`width` must be at least 1, got 0"),
+        (dict(anchor_size=-4), "`anchor_size` must be at least 1, got -4"),
+        (dict(proposals=-3, detector="mask-rcnn"), "`proposals` must be at least 2, got -3"),
+        (dict(proposals=1, detector="mask-rcnn"), "`proposals` must be at least 2, got 1"),
     ],
 )
 def test_detectors_that_can_not_be_built_or_trained_are_refused(tmp_path, given, message):

@@ -23,9 +23,9 @@ def test_a_gpu_is_chosen_by_itself_where_there_is_one(monkeypatch):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("tpu", "--device must be 'auto', 'cuda' or 'cpu', got 'tpu'"),
-        ("cuda:x", "--device must be 'auto', 'cuda' or 'cpu', got 'cuda:x'"),
-        ("cuda:2", "--device cuda:2: PyTorch finds no such GPU here; try --device cpu"),
+        ("tpu", "`device` must be 'auto', 'cuda' or 'cpu', got 'tpu'"),
+        ("cuda:x", "`device` must be 'auto', 'cuda' or 'cpu', got 'cuda:x'"),
+        ("cuda:2", "`device` cuda:2: PyTorch finds no such GPU here; try `device` cpu"),
     ],
 )
 def test_a_device_that_is_not_there_is_named(monkeypatch, name, message):

@@ -116,7 +116,7 @@ def test_one_process_needs_no_partner():
 
 def test_a_missing_gpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: PyTorch finds no such GPU here"):
+    with pytest.raises(ValueError, match="`device` cuda: PyTorch finds no such GPU here"):
         join_processes("cuda").__enter__()
 
 

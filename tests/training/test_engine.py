@@ -188,7 +188,7 @@ def test_an_error_in_a_loading_process_is_one_line_and_leaves_no_process(tmp_pat
 
 def test_an_output_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="--output .*file can't be written: File exists"):
+    with pytest.raises(ValueError, match="`output` .*file can't be written: File exists"):
         run_toy(tmp_path / "file")
 
 
@@ -302,7 +302,7 @@ def test_the_moving_average_is_evaluated_and_kept(tmp_path):
 def test_an_earlier_run_is_not_overwritten(tmp_path):
     run_toy(tmp_path)
     before = (tmp_path / "last" / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="already has a run; go on with --resume auto"):
+    with pytest.raises(ValueError, match="already has a run; go on with `resume` auto"):
         run_toy(tmp_path, seed=7)
     with pytest.raises(ValueError, match="already has a run"):
         run_toy(tmp_path, resume=str(tmp_path / "best"))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import softfree_cli
+from softfree.commands.train import resolve
 from softfree.data.longrange import TASKS, PadSequences
 from softfree.layers import ATTENTIONS
 from softfree.training.checkpoint import read_weights
 from softfree.training.longrange import RECIPES, LongRange
-from softfree.training.settings import resolve
 
 QUICK = ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1", "--mlp-dim", "16"]
 
@@ -120,8 +120,8 @@ def test_a_run_that_is_resumed_ends_like_one_that_was_not(reviews, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (["--attention", "soft"], "is of a run with --attention softpp; give the same"),
-        (["--attention-options", "stride=8"], "is of a run with --attention-options stride=2;"),
+        (["--attention", "soft"], "is of a run with `attention` softpp; give the same"),
+        (["--attention-options", "stride=8"], "is of a run with `attention_options` stride=2;"),
     ],
 )
 def test_a_run_does_not_go_on_from_that_of_another_network(reviews, tmp_path, changes, message):

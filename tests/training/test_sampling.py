@@ -56,7 +56,7 @@ def test_evaluation_takes_each_sample_once_also_with_more_processes_than_samples
 
 
 def test_a_step_that_takes_more_than_there_is_gets_advice():
-    with pytest.raises(ValueError, match="takes 32 samples .*only 23 .*--batch-size smaller"):
+    with pytest.raises(ValueError, match="takes 32 samples .*only 23 .*`batch_size` smaller"):
         batches(batch=8, passes=2, processes=2)
 
 

@@ -73,10 +73,10 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(crop=0), "--crop must be at least 1, got 0"),
-        (dict(short_side=-1), "--short-side must be at least 0, got -1"),
-        (dict(window=-3), "--window must be at least 0, got -3"),
-        (dict(scales=(2.0, 1.0)), "--scales must be above 0 and in order, got 2 1"),
+        (dict(crop=0), "`crop` must be at least 1, got 0"),
+        (dict(short_side=-1), "`short_side` must be at least 0, got -1"),
+        (dict(window=-3), "`window` must be at least 0, got -3"),
+        (dict(scales=(2.0, 1.0)), "`scales` must be above 0 and in order, got 2 1"),
     ],
 )
 def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
@@ -85,12 +85,12 @@ def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
 
 
 def test_a_decoder_without_channels_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--width must be at least 2, got 0"):
+    with pytest.raises(ValueError, match="`width` must be at least 2, got 0"):
         Segmentation(override(tiny(tmp_path), {"decoder": dict(width=0)}), shapes())
 
 
 def test_batches_of_one_picture_are_refused_before_a_batch_norm_does(tmp_path):
-    with pytest.raises(ValueError, match="--batch-size must be at least 2, got 1"):
+    with pytest.raises(ValueError, match="`batch_size` must be at least 2, got 1"):
         Segmentation(tiny(tmp_path, batch_size=1), shapes())
 
 

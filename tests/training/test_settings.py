@@ -5,13 +5,13 @@ import json
 
 import pytest
 
+from softfree.commands.train import resolve
 from softfree.training.classification import Classification
 from softfree.training.settings import (
     Interval,
     OptimSettings,
     RunSettings,
     check_settings,
-    resolve,
     settings_to_json,
 )
 
@@ -101,20 +101,20 @@ def test_files_and_recipes_that_are_none_are_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "e", "0", "-1", "2m", "1.5e"])
 def test_intervals_that_are_none_are_refused(text):
-    with pytest.raises(ValueError, match="--save-every must be"):
+    with pytest.raises(ValueError, match="`save_every` must be"):
         Interval.parse(text)
 
 
 @pytest.mark.parametrize(
     "changes, flag",
     [
-        (dict(batch_size=0), "--batch-size"),
-        (dict(epochs=0), "--epochs"),
-        (dict(lr=float("nan")), "--lr"),
-        (dict(layer_decay=1.5), "--layer-decay"),
-        (dict(model_ema_decay=1.0), "--model-ema-decay"),
-        (dict(clip_grad=-1.0), "--clip-grad"),
-        (dict(betas=(2.0, 3.0)), "--betas"),
+        (dict(batch_size=0), "`batch_size`"),
+        (dict(epochs=0), "`epochs`"),
+        (dict(lr=float("nan")), "`lr`"),
+        (dict(layer_decay=1.5), "`layer_decay`"),
+        (dict(model_ema_decay=1.0), "`model_ema_decay`"),
+        (dict(clip_grad=-1.0), "`clip_grad`"),
+        (dict(betas=(2.0, 3.0)), "`betas`"),
     ],
 )
 def test_values_that_can_not_be_meant_are_refused_by_their_flag(changes, flag):

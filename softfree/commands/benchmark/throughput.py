@@ -88,7 +88,7 @@ def throughput(
     kwargs = parse_model_kwargs(model_kwargs)
     if "attention" in kwargs:
         raise ValueError("--model-kwargs can't have attention=...: --attentions names them")
-    with mistakes_in("--model-kwargs"), torch.device("meta"):
+    with mistakes_in("model_kwargs"), torch.device("meta"):
         for name in attentions:
             timm.create_model(model, **{"img_size": img_size, **kwargs, "attention": name})
     conditions = ModelConditions(
