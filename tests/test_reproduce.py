@@ -15,7 +15,7 @@ import tyro
 
 import softfree_cli
 from softfree.commands import compare
-from softfree.data.images import load_images
+from softfree.data.classification import load_images
 from softfree.training.classification import Classification, ClassificationSettings
 
 SCRIPT = Path(__file__).parent.parent / "results" / "reproduce.sh"

@@ -1,5 +1,6 @@
 """What a run reads: image folders, timm's datasets, shards, and the embedded digits."""
 
+from softfree.data.classification import load_images
 from softfree.data.images import (
     Batch,
     ImageData,
@@ -7,7 +8,6 @@ from softfree.data.images import (
     Unreadable,
     UnreadableImageError,
     collate_images,
-    load_images,
     open_image,
     seeded,
 )

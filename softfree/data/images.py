@@ -1,6 +1,5 @@
-"""Pictures for training and inference: folders, timm's data sets, and decoding that survives bad files.
+"""Pictures for training and inference: data sets of them, and decoding that survives bad files.
 
-    load_images(data_dir) -> ImageData(train, val, class_names)
     loader = DataLoader(data.train, collate_fn=collate_images, ...)
 
 A data set here is map-style. Its item is (picture, label), or :class:`Unreadable` for a file that can't be
@@ -119,62 +118,6 @@ class ImageData:
     mirrors: bool = True
 
 
-def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False) -> ImageData:
-    """Training and validation pictures.
-
-    Args:
-        data_dir: a folder with train/ and val/ (or validation/, valid/, test/), each with one folder a
-            class; None: the embedded digits.
-        dataset: a data set as timm names it, in ``data_dir``: "torch/cifar10", "hfds/NAME", or "wds/NAME"
-            for tar shards. Empty: the folders above.
-        strict: raise at the first picture that can't be decoded, instead of an :class:`Unreadable` item.
-
-    Example:
-        >>> from softfree.data import load_images
-        >>> data = load_images(None)
-        >>> len(data.train), len(data.val), data.class_names[3]
-        (1437, 360, '3')
-    """
-    if dataset:
-        from softfree.data.named import load_named
-
-        return load_named(data_dir, dataset, strict)
-    if data_dir is None:
-        from softfree.data.digits import CLASS_NAMES, Digits
-
-        return ImageData(Digits("train"), Digits("val"), CLASS_NAMES, mirrors=False)
-    root = Path(data_dir)
-    if not root.is_dir():
-        kind = "is a file" if root.exists() else "does not exist"
-        raise FileNotFoundError(
-            f"`data_dir` {data_dir} {kind}; expected a folder with train/ and val/, each with one "
-            "folder a class (without `data_dir`, the embedded digits are used)"
-        )
-    train_root = find_split(root, TRAIN_NAMES)
-    val_root = find_split(root, VAL_NAMES)
-    class_names = _class_folders(train_root)
-    _check_same_classes(train_root, class_names, val_root, _class_folders(val_root))
-    train, val = (_read_class_folders(part, class_names, strict) for part in (train_root, val_root))
-    return ImageData(train, val, tuple(class_names))
-
-
-def find_split(root: Path, names: Sequence[str]) -> Path:
-    """The folder of ``root`` with the first of ``names``, or an error that says what is there instead."""
-    for name in names:
-        if (root / name).is_dir():
-            return root / name
-    expected = f"{names[0]}/ (or {', '.join(f'{name}/' for name in names[1:])})"
-    raise FileNotFoundError(
-        f"`data_dir` {root} has no folder {expected} with one folder a class; "
-        f"found {_listing(root)}"
-    )
-
-
-def _listing(folder: Path) -> str:
-    entries = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())
-    return some(entries) if entries else "nothing"
-
-
 def both_splits(load: Callable[[str], T]) -> tuple[T, T]:
     """``load("train")`` and ``load("val")``; the faults of both in one error."""
     found, faults = [], []
@@ -195,50 +138,6 @@ def some(names: Sequence[str]) -> str:
     text = ", ".join(names[:MAX_NAMED])
     more = len(names) - MAX_NAMED
     return f"{text} and {more:,} more" if more > 0 else text
-
-
-def _class_folders(root: Path) -> list[str]:
-    names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    if not names:
-        raise ValueError(
-            f"{root} has no class folders, expected one folder of pictures a class; "
-            f"found {_listing(root)}"
-        )
-    return names
-
-
-def _check_same_classes(
-    train_root: Path, train: Sequence[str], val_root: Path, val: Sequence[str]
-) -> None:
-    if train == val:
-        return
-    differences = [
-        f"only in {root}: {some(sorted(only))}"
-        for root, only in ((train_root, set(train) - set(val)), (val_root, set(val) - set(train)))
-        if only
-    ]
-    raise ValueError(
-        f"{train_root} has {len(train):,} class folders and {val_root} has {len(val):,}; they must "
-        f"have the same names. {'; '.join(differences)}"
-    )
-
-
-def _read_class_folders(root: Path, class_names: Sequence[str], strict: bool) -> ImageFiles:
-    paths: list[str] = []
-    labels: list[int] = []
-    empty = []
-    for label, name in enumerate(class_names):
-        found = image_files(root / name)
-        if not found:
-            empty.append(f"{name}/")
-        paths += found
-        labels += [label] * len(found)
-    if empty:
-        raise ValueError(
-            f"{root} has class folders without a picture: {some(empty)}; put pictures there "
-            f"({', '.join(EXTENSIONS)}) or remove the folders from both train/ and val/"
-        )
-    return ImageFiles(paths, labels, strict)
 
 
 def image_files(folder: Path) -> list[str]:

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from softfree.data import listops
-from softfree.data.images import UnreadableImageError, load_images, open_image
+from softfree.data.classification import load_images
+from softfree.data.images import UnreadableImageError, open_image
 from softfree.data.listops import PAD, Samples
 
 SIDE = 32

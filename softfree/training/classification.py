@@ -23,6 +23,7 @@ from timm.data import Mixup, create_transform, resolve_data_config
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 
+from softfree.data.classification import load_images
 from softfree.data.images import (
     Batch,
     ImageData,
@@ -30,7 +31,6 @@ from softfree.data.images import (
     Unreadable,
     collate_images,
     collate_training,
-    load_images,
 )
 from softfree.data.resident import INTERPOLATIONS, Indices, RandomCrops, ResidentImages
 from softfree.layers.factory import check_attention
@@ -503,7 +503,8 @@ def create_network(
 ) -> nn.Module:
     """A model of timm's registry, told the size of the pictures if it wants to know."""
     check_model_name(name)
-    check_arguments(name, kwargs)
+    with mistakes_in("model_kwargs"):
+        check_arguments(name, kwargs)
     create = functools.partial(timm.create_model, name, num_classes=num_classes)
     with torch.device("meta") if meta else contextlib.nullcontext():
         try:

@@ -38,7 +38,8 @@ class BackboneSettings:
             LandmarkSpec.parse(self.landmarks)
         arguments = parse_model_kwargs(self.model_kwargs)
         check_model_name(self.model)
-        check_arguments(self.model, arguments)
+        with mistakes_in("model_kwargs"):
+            check_arguments(self.model, arguments)
         return {"landmarks": self.landmarks, **arguments}
 
 

@@ -216,7 +216,7 @@ def test_bad_arguments_give_one_line_and_exit_code_2(arguments, message, capsys,
 @pytest.mark.parametrize("command", [["attention"], ["model", "softpp_tiny"]])
 def test_cuda_without_cuda_is_refused(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: PyTorch finds no such GPU here"):
+    with pytest.raises(ValueError, match="`device` cuda: PyTorch finds no such GPU here"):
         benchmark.main([*command, "--device", "cuda"])
 
 

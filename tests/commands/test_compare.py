@@ -94,7 +94,7 @@ def test_multiply_adds_are_those_of_the_products(command, tmp_path):
 
 def test_a_run_with_other_settings_is_not_taken_for_this_one(command, tmp_path):
     assert compare.main([*command, "--attentions", "softpp"]) == 0
-    with pytest.raises(ValueError, match="softpp was trained with --lr 0.0001; give the same, or"):
+    with pytest.raises(ValueError, match="softpp was trained with `lr` 0.0001; give the same, or"):
         compare.main([*command, "--attentions", "softpp", "--lr", "1e-3"])
     with pytest.raises(ValueError, match="softpp was trained with --seed 42; give the same, or"):
         compare.main([*command, "--attentions", "softpp", "--seed", "7"])

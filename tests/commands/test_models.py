@@ -28,7 +28,7 @@ def test_unmatched_pattern_says_how_patterns_look():
 
 
 def test_too_small_an_image_is_refused():
-    with pytest.raises(ValueError, match=r"--img-size must be at least 32, got 8"):
+    with pytest.raises(ValueError, match=r"`img_size` must be at least 32, got 8"):
         models.main(["soft_tiny", "--img-size", "8"])
 
 

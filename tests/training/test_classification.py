@@ -301,7 +301,7 @@ def test_norms_and_positions_have_no_weight_decay():
 def test_unknown_models_get_advice():
     with pytest.raises(ValueError, match="no model 'softpp_tinny'; did you mean 'softpp_tiny'"):
         Classification(settings(model={"model": "softpp_tinny"}))
-    with pytest.raises(ValueError, match="does not take `model_kwargs`"):
+    with pytest.raises(ValueError, match="`model_kwargs`: softpp_tiny takes no argument 'wings'"):
         Classification(settings(model={"model_kwargs": ("wings=2",)}))
     with pytest.raises(ValueError, match="`model_kwargs`: embed_dims must have 4 values"):
         Classification(settings(model={"model_kwargs": ("embed_dims=32,64",)}))

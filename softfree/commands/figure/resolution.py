@@ -34,7 +34,7 @@ def resolution(
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
     from softfree.commands.validate.base import check_classes
-    from softfree.data.images import load_images
+    from softfree.data.classification import load_images
     from softfree.training.checkpoint import data_settings
     from softfree.training.classification import Classification, score_classifier
     from softfree.training.distributed import join_processes

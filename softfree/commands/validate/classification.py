@@ -5,7 +5,8 @@ from pathlib import Path
 
 from softfree.commands.common import check_positive, make_table
 from softfree.commands.validate.base import Scores, Validation, check_classes
-from softfree.data.images import ImageDataset, Unreadable, load_images
+from softfree.data.classification import load_images
+from softfree.data.images import ImageDataset, Unreadable
 from softfree.data.resident import ResidentImages
 from softfree.training.checkpoint import data_settings
 from softfree.training.classification import (
