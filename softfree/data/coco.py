@@ -1,6 +1,6 @@
 """COCO annotations: reading, checking, masks; from a file or as the embedded shapes."""
 
-import importlib
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -16,11 +16,6 @@ from softfree.data.images import some
 from softfree.data.shapes import CLASSES, SIDE, draw_shapes
 
 Annotations = dict[str, Any]
-# The packages that compute COCO's metrics, and the names of the modules in each.
-PACKAGES = {
-    "faster-coco-eval": ("faster_coco_eval", "faster_coco_eval.core.mask"),
-    "pycocotools": ("pycocotools.coco", "pycocotools.mask"),
-}
 # What every entry of a COCO file must have.
 FIELDS = {
     "images": ("id", "width", "height", "file_name"),
@@ -31,19 +26,30 @@ FIELDS = {
 BORDER_TOLERANCE = 1.0
 
 
+def _faster_coco_eval() -> SimpleNamespace:
+    from faster_coco_eval import COCO, COCOeval_faster
+    from faster_coco_eval.core import mask
+
+    return SimpleNamespace(COCO=COCO, COCOeval=COCOeval_faster, mask=mask)
+
+
+def _pycocotools() -> SimpleNamespace:
+    from pycocotools import mask
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    return SimpleNamespace(COCO=COCO, COCOeval=COCOeval, mask=mask)
+
+
+# The packages that compute COCO's metrics, the faster one first.
+PACKAGES = {"faster-coco-eval": _faster_coco_eval, "pycocotools": _pycocotools}
+
+
 def coco_api(package: str | None = None) -> SimpleNamespace:
     """``COCO``, ``COCOeval`` and ``mask`` of faster-coco-eval or pycocotools; None: the first there is."""
     for name in PACKAGES if package is None else (package,):
-        main, mask = PACKAGES[name]
-        try:
-            module, mask_module = importlib.import_module(main), importlib.import_module(mask)
-        except ImportError:
-            continue
-        if name == "pycocotools":
-            evaluator = importlib.import_module("pycocotools.cocoeval").COCOeval
-        else:
-            evaluator = module.COCOeval_faster
-        return SimpleNamespace(COCO=module.COCO, COCOeval=evaluator, mask=mask_module)
+        with contextlib.suppress(ImportError):
+            return PACKAGES[name]()
     raise ValueError(
         f"detection needs {package or ' or '.join(PACKAGES)}: pip install 'softfree[dense]'"
     )
