@@ -65,8 +65,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """Add the positions to tokens (batch, prefix + H * W, dim)."""
         weight: Tensor = self.weight
-        # An exported program must resize at every size, also if the example has the learned one.
-        if exporting() or tuple(size) != self.grid:
+        if must_resize(self.grid, size):
             weight = resize_positions(weight, self.grid, size, self.prefix)
         return x + weight.to(x.dtype)
 
@@ -78,6 +77,12 @@ def resize_positions(
     image = resize(weight[:, prefix:].unflatten(1, grid).permute(0, 3, 1, 2), size)
     image = image.permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat([weight[:, :prefix], image], 1) if prefix else image
+
+
+def must_resize(grid: tuple[int, ...], size: tuple[int, int]) -> bool:
+    """Whether what was learned at ``grid`` has to be resized to ``size``."""
+    # A traced program must do it at every size, also if the example has the learned one.
+    return exporting() or torch.jit.is_tracing() or tuple(size) != tuple(grid)
 
 
 def resize(image: Tensor, size: tuple[int, int]) -> Tensor:

@@ -299,10 +299,12 @@ class RandomLandmarks(_TokenLandmarks):
 
     def __init__(self, count: int, *, strict: bool = True):
         super().__init__(count, strict=strict)
+        self.register_buffer("fixed", torch.empty(count, device="cpu"), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.register_buffer(
-            "fixed", torch.rand(count, generator=generator, device="cpu"), persistent=False
-        )
+        self.fixed.copy_(torch.rand(self.count, generator=generator, device="cpu"))
 
     def choose(self, tokens: int | Tensor, count: int, device: torch.device) -> Tensor:
         within = torch.rand(count, device=device) if self.training else self.fixed[:count]

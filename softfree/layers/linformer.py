@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from softfree.layers.embeddings import resize
+from softfree.layers.embeddings import must_resize, resize
 from softfree.layers.landmarks import Size
 from softfree.layers.multihead import MultiHeadAttention, check_size
-from softfree.ops.shared.devices import exporting
 
 DEFAULT_GRID = (56, 56)
 DEFAULT_LENGTH = 1024
@@ -90,7 +89,7 @@ class LinformerAttention(MultiHeadAttention):
             repeats = -(-tokens // weight.shape[1])
             return weight.repeat(1, repeats)[:, :tokens]
         grid = weight.shape[1:]
-        if exporting() or tuple(size) != tuple(grid):
+        if must_resize(grid, size):
             weight = resize(weight[None], size)[0] * (grid.numel() / tokens)
         return weight.flatten(1)
 

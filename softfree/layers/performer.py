@@ -69,7 +69,13 @@ class PerformerAttention(MultiHeadAttention):
             raise ValueError(f"features must be >= 1, got {features}")
         self.kernel = kernel
         self.redraw = redraw
-        self.register_buffer("features", orthogonal_gaussian(features, self.head_dim))
+        self.register_buffer("features", torch.empty(features, self.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.features.copy_(
+            orthogonal_gaussian(len(self.features), self.head_dim, self.features.device)
+        )
 
     def extra_repr(self) -> str:
         count = self.features.shape[0]

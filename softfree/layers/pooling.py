@@ -6,6 +6,7 @@ product it works with masks, and at sizes that an exporter does not know.
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, int], count: int)
             return pool_segments(x, mask, count)
     elif mask is None:
         # How many bins a size leaves empty is not known before an exported program runs.
-        mask = x.new_ones(rows * columns, dtype=torch.bool).expand(x.shape[0], -1)
+        mask = torch.ones_like(x[:, 0, :, 0], dtype=torch.bool)
     down, across = _side_matrices(grid, target, x)
     x = x.unflatten(2, grid)
     if mask is None:
@@ -97,10 +98,15 @@ def pooling_matrix(
         return torch.block_diag(torch.eye(single, device=device), torch.kron(down, across))
 
 
-def smaller(a: int, b: int) -> int:
+def smaller(a: Any, b: Any) -> Any:
     """The smaller of two sizes, also where an exporter knows neither."""
-    # The compiler takes min alone, and the exporter sym_min alone without fixing the program to a size.
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
+    # The compiler takes min alone, and the exporter sym_min alone without fixing the program to a size. Sizes are
+    # tensors to torch.jit.trace.
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    if torch.jit.is_tracing():
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+    return torch.sym_min(a, b)
 
 
 def _side_matrices(grid: tuple[int, int], target: tuple[int, int], like: Tensor) -> list[Tensor]:

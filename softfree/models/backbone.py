@@ -34,7 +34,15 @@ class Backbone(nn.Module):
         self.reset_classifier(num_classes, global_pool)
 
     def init_weights(self) -> None:
-        """Truncated normals of deviation 0.02 for linear layers, zero biases; the rest as they come."""
+        """Fill every parameter and buffer as a new model has them, also after ``to_empty``."""
+        for module in self.modules():
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+        self.draw_linear_weights()
+
+    def draw_linear_weights(self) -> None:
+        """Truncated normals of deviation 0.02 for linear layers, zero biases, gains; the rest as it is."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
@@ -105,7 +113,8 @@ class Backbone(nn.Module):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        return_prefix_tokens: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]]:
         """Features along the way, without prefix tokens.
 
         Args:
@@ -115,20 +124,24 @@ class Backbone(nn.Module):
             stop_early: leave out what comes after the last one asked for.
             output_fmt: ``"NCHW"`` maps or ``"NLC"`` tokens.
             intermediates_only: return the list alone, not (final tokens, list).
+            return_prefix_tokens: pairs (feature, its prefix tokens, None where it has none) in the list, for a
+                model that has prefix tokens at all.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         parts = self.num_feature_parts
         take, last = _take_indices(parts, indices)
-        found: dict[int, Tensor] = {}
+        found: dict[int, Any] = {}
         tokens = x
         for index, (tokens, size) in enumerate(self.iterate_features(x)):
             if index in take:
                 feature = self.norm(tokens) if norm and index == parts - 1 else tokens
-                feature = feature[:, feature.shape[1] - size[0] * size[1] :]
+                prefix = feature.shape[1] - size[0] * size[1]
+                first, feature = feature[:, :prefix], feature[:, prefix:]
                 if output_fmt == "NCHW":
                     feature = to_map(feature, size)
-                found[index] = feature
+                pairs = return_prefix_tokens and self.num_prefix_tokens
+                found[index] = (feature, first if prefix else None) if pairs else feature
             if index == last and (stop_early or intermediates_only):
                 break
         intermediates = [found[index] for index in take]
@@ -161,6 +174,12 @@ class Backbone(nn.Module):
         if prune_head:
             self.reset_classifier(0, "")
         return take
+
+    def __prepare_scriptable__(self) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} can't be a TorchScript program; torch.export and `softfree export` can "
+            "hold it"
+        )
 
     def prune_after(self, last: int) -> None:
         """Drop the parts after number ``last``."""

@@ -90,7 +90,7 @@ class SoftVisionTransformer(Backbone):
         ]
         self.norm = nn.Identity()
         self.init_classifier(embed_dim, num_classes, global_pool, drop_rate)
-        self.init_weights()
+        self.draw_linear_weights()
 
     def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         below, right = -x.shape[2] % self.patch_size, -x.shape[3] % self.patch_size

@@ -44,7 +44,10 @@ class Stage(nn.Module):
         self.pos_embed = PositionEmbedding(grid, dim, prefix=int(class_token))
         self.blocks = nn.ModuleList(blocks)
         self.grad_checkpointing = False
-        if class_token:
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -164,7 +167,7 @@ class SoftPyramid(Backbone):
         ends_in_sum = softmax_last_stage or pre_norm
         self.norm = nn.LayerNorm(embed_dims[-1], eps=1e-6) if ends_in_sum else nn.Identity()
         self.init_classifier(embed_dims[-1], num_classes, global_pool, drop_rate)
-        self.init_weights()
+        self.draw_linear_weights()
 
     def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         # Channels last in memory makes every change between map and tokens a view.

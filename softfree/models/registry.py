@@ -45,6 +45,14 @@ def register(
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        if kwargs.pop("output_stride", None) is not None:
+            raise ValueError(f"{name} can't be dilated: leave output_stride out")
+        if kwargs.get("feature_cls") in ("fx", "list", "dict"):
+            raise ValueError(
+                f"{name} gives its features itself: feature_cls must be 'getter', the default, or 'hook', "
+                f"got {kwargs['feature_cls']!r}"
+            )
+        place = {key: kwargs.pop(key) for key in ("device", "dtype") if key in kwargs}
         out_indices = kwargs.pop("out_indices", default_out_indices)
         return build_model_with_cfg(
             model_class,
@@ -53,7 +61,7 @@ def register(
             pretrained_filter_fn=filter_checkpoint,
             feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
             **{**arguments, **kwargs},
-        )
+        ).to(**place)
 
     create.__name__ = create.__qualname__ = name
     create.__module__ = model_class.__module__

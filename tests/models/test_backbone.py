@@ -1,6 +1,7 @@
 """timm's contract, for every kind of network."""
 
 import copy
+from typing import Any
 
 import pytest
 import timm
@@ -384,3 +385,96 @@ def test_gains_multiply_the_weights_that_a_model_draws_however_often(name):
             expected[f"{layer}.sampler.norm.weight"] *= 0.25
         for key, value in gained.state_dict().items():
             assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("name", [*KINDS, "linformer"])
+def test_init_weights_fills_an_empty_model_as_a_new_one_is(name):
+    kwargs: dict[str, Any] = dict(attention=name) if name == "linformer" else {}
+    name = "softpp_tiny" if name == "linformer" else name
+    with torch.device("meta"):
+        model = small(name, **kwargs)
+    model = model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else -1)
+    model.init_weights()
+    new = small(name, **kwargs).state_dict()
+    for key, value in model.state_dict().items():
+        assert value.isfinite().all(), key
+        deviation, expected = value.float().std(correction=0), new[key].float().std(correction=0)
+        assert 0.5 * expected <= deviation <= 2 * expected + 1e-9, key
+        assert (value.float().mean() - new[key].float().mean()).abs() <= expected + 1e-9, key
+
+
+def test_init_weights_fills_the_draws_of_random_landmarks_and_of_the_performer():
+    for kwargs in (dict(landmarks="random:9"), dict(attention="performer")):
+        model, new = (small("softpp_tiny", **kwargs) for _ in range(2))
+        for buffer in model.buffers():
+            buffer.fill_(-7)
+        model.init_weights()
+        assert all(buffer.isfinite().all() and (buffer != -7).all() for buffer in model.buffers())
+        if "landmarks" in kwargs:
+            assert torch.equal(*(m.stages[0].blocks[0].attn.sampler.fixed for m in (model, new)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("output_fmt", ["NCHW", "NLC"])
+def test_prefix_tokens_are_returned_beside_the_features_that_have_them(name, output_fmt):
+    model, x = small(name).eval(), image()
+    plain = model.forward_intermediates(x, output_fmt=output_fmt, norm=True)[1]
+    found = model.forward_intermediates(
+        x, output_fmt=output_fmt, norm=True, return_prefix_tokens=True
+    )[1]
+    if name in ISOTROPIC:
+        assert all(map(torch.equal, found, plain))
+        return
+    features, prefixes = zip(*found, strict=True)
+    assert all(map(torch.equal, features, plain))
+    assert prefixes[:-1] == (None,) * 3
+    assert torch.equal(prefixes[-1], model.forward_features(x)[:, :1])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_device_and_dtype_are_those_of_the_new_model(name):
+    model = small(name, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
+    extractor = small(name, dtype=torch.float64, features_only=True)
+    assert {p.dtype for p in extractor.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("name", ["softpp_tiny", "softpp_vit_small"])
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(output_stride=16), "can't be dilated: leave output_stride out"),
+        (dict(feature_cls="fx"), "feature_cls must be 'getter', the default, or 'hook', got 'fx'"),
+    ],
+)
+def test_what_timms_other_models_can_and_these_cannot_is_said(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        small(name, features_only=True, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["softpp_tiny", "softpp_vit_small"])
+def test_torchscript_is_refused_in_one_sentence(name):
+    with pytest.raises(RuntimeError, match="can't be a TorchScript program; torch.export and"):
+        torch.jit.script(torch.nn.Sequential(small(name)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        *((name, {}) for name in KINDS),
+        ("softpp_tiny", dict(landmarks="conv:4")),
+        ("softpp_tiny", dict(landmarks="random:4")),
+        ("softpp_tiny", dict(attention="linformer")),
+        ("softpp_tiny", dict(attention="nystromformer")),
+    ],
+)
+def test_a_traced_model_serves_any_size_that_an_exported_one_does(name, kwargs):
+    model = small(name, **kwargs).eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(model, image(64, 64), check_trace=False)
+        for size in [(64, 64), (97, 65), (33, 160)]:
+            x = image(*size, batch=3)
+            torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
