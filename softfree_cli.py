@@ -34,10 +34,13 @@ COMMANDS = {
 RENAMED = {
     "benchmark attention": {"--dim": "--head-dim"},
     "benchmark memory": {"--heads": "--num-heads"},
+    "compare": {"--attention-options": "--model-kwargs"},
     "demo": {"--image": "the photo itself: softfree demo PHOTO"},
     "figure convergence": {"--steps": "--iterations"},
     "figure resolution": {"--checkpoints": "--checkpoint", "--sizes": "--img-size"},
     "figure spectrum": {"--sizes": "--img-size"},
+    "predict": {"--out": "--draw"},
+    "train longrange": {"--attention-options": "--model-kwargs"},
     "validate classification": {"--results-file": "--csv"},
     "validate detection": {"--results-file": "--csv"},
     "validate segmentation": {"--results-file": "--csv"},

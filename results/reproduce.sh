@@ -11,7 +11,7 @@
 #   results/reproduce.sh precision   float32, bfloat16, float16: loss, gradient norms, skipped steps (precision_training.csv);
 #                                    likewise
 #   results/reproduce.sh lra         ListOps (made), image, text: 5,000, 35,000 and 20,000 steps for each of seven attentions;
-#                                    fewer: EXTRA="--steps 3000"; results/README.md has text with --attention-options stride=16
+#                                    fewer: EXTRA="--steps 3000"; results/README.md has text with --model-kwargs stride=16
 #                                    for SOFT and SOFT++
 #   results/reproduce.sh dense       VOC: UPerNet, Mask R-CNN, from the weights that table2 left in OUT, else from random ones;
 #                                    needs the extra `dense`

@@ -160,14 +160,14 @@ def check(settings: CompareSettings) -> None:
     known = sorted(set().union(*map(option_names, settings.attentions)))
     for word in settings.model.attention_options:
         if "=" in word:
-            check_choices("--attention-options", [word.partition("=")[0]], known)
+            check_choices("--model-kwargs", [word.partition("=")[0]], known)
     for name in settings.attentions:
         arguments = model_arguments(settings_for(settings, name).model, TASKS[settings.data.task])
         check_encoder(arguments)
 
 
 def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings:
-    """What `softfree train longrange` would be told: of --attention-options those that the attention takes."""
+    """What `softfree train longrange` would be told: of --model-kwargs those that the attention takes."""
     known = option_names(attention)
     words = settings.model.attention_options
     own = tuple(word for word in words if "=" not in word or word.partition("=")[0] in known)

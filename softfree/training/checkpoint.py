@@ -36,6 +36,8 @@ MAY_CHANGE = (
     "data_dir", "strict_data", "data_on_device", "check_data", "skip_bad_annotations", "short_sides",
     "short_side", "max_size", "crop", "scales", "window", "pretrained_checkpoint", "backbone_checkpoint",
 )  # fmt: skip
+# Settings that the files name otherwise than the user does.
+TYPED_AS = {"attention_options": "model_kwargs"}
 
 
 class CheckpointWriteError(RuntimeError):
@@ -233,6 +235,7 @@ def different_settings(
 
 
 def _as_typed(name: str, value: Any) -> str:
+    name = TYPED_AS.get(name, name)
     if isinstance(value, bool):
         return f"`{name}`" if value else f"`no_{name}`"
     words = map(str, value) if isinstance(value, list) else [str(value) or "''"]

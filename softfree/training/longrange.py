@@ -62,8 +62,8 @@ class SequenceModelSettings:
 
     attention: str = "softpp"
     """soft, softpp, softmax, linformer, performer, nystromformer or reformer"""
-    attention_options: tuple[str, ...] = ()
-    """settings of the attention: stride=32 (tokens of a SOFT landmark), kernel=softmax (Performer)"""
+    attention_options: Annotated[tuple[str, ...], tyro.conf.arg(name="model-kwargs")] = ()
+    """further arguments of the attention: stride=32 (tokens of a SOFT landmark), kernel=softmax (Performer)"""
     pooling: str = "mean"
     """mean of the tokens, or cls: a class token"""
     dim: int = 64
@@ -254,9 +254,7 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
         raise ValueError(f"`dropout` must lie in [0, 1), got {settings.dropout:g}")
     return {
         **dataclasses.asdict(settings),
-        "attention_options": parse_model_kwargs(
-            settings.attention_options, "attention_options", "stride=32"
-        ),
+        "attention_options": parse_model_kwargs(settings.attention_options, example="stride=32"),
         "vocab_size": task.vocab_size,
         "length": task.length,
         "num_classes": task.num_classes,
@@ -272,7 +270,7 @@ def build_encoder(arguments: dict[str, Any]) -> SequenceClassifier:
 
 def check_encoder(arguments: dict[str, Any]) -> None:
     """Refuse options that the attention does not take."""
-    with mistakes_in("attention_options"), torch.device("meta"):
+    with mistakes_in("model_kwargs"), torch.device("meta"):
         build_encoder(arguments)
 
 

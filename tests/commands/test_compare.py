@@ -22,7 +22,7 @@ QUICK += [
     "2",
     "--seconds",
     "0.001",
-    "--attention-options",
+    "--model-kwargs",
     "stride=50",
 ]
 QUICK += ["--listops-train", "8", "--listops-eval", "4", "--eval-every", "2"]
@@ -85,7 +85,7 @@ def test_compare_without_training_measures_every_attention(command, tmp_path, ca
 
 def test_multiply_adds_are_those_of_the_products(command, tmp_path):
     path = tmp_path / "table.csv"
-    plain = [word for word in command if word not in ("--attention-options", "stride=50")]
+    plain = [word for word in command if word not in ("--model-kwargs", "stride=50")]
     compare.main([*plain, "--no-train", "--attentions", "softmax", "--csv", str(path)])
     n, dim, mlp = 2000, 16, 16
     block = n * (4 * dim * dim + 2 * dim * mlp) + 2 * n * n * dim
@@ -123,9 +123,9 @@ def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkey
         (["--attention", "soft"], "compare takes several, --attentions"),
         (["--task", "sort"], "--task must be one of listops"),
         (["--task", "image", "--attentions", "soft"], "--task image needs --data-dir"),
-        (["--attention-options", "slot=3"], "--attention-options must be one of"),
-        (["--attentions", "softmax", "--attention-options", "stride=4"], "got 'stride'"),
-        (["--attention-options", "stride=x"], "stride must be a whole number, got 'x'"),
+        (["--model-kwargs", "slot=3"], "--model-kwargs must be one of"),
+        (["--attentions", "softmax", "--model-kwargs", "stride=4"], "got 'stride'"),
+        (["--model-kwargs", "stride=x"], "stride must be a whole number, got 'x'"),
         (["--plot", "table.txt"], "--plot must end in"),
     ],
 )

@@ -19,7 +19,7 @@ def validate(checkpoint, **options):
 def output(tmp_path):
     options = ["--data-dir", str(tmp_path / "cache"), "--output", str(tmp_path / "out")]
     options += ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1"]
-    options += ["--attention-options", "stride=100", "--listops-train", "8", "--listops-eval", "5"]
+    options += ["--model-kwargs", "stride=100", "--listops-train", "8", "--listops-eval", "5"]
     LongRange.run(resolve([*options, "--steps", "2", "--batch-size", "4"], LongRange))
     return tmp_path / "out"
 

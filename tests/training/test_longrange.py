@@ -121,11 +121,11 @@ def test_a_run_that_is_resumed_ends_like_one_that_was_not(reviews, tmp_path):
     "changes, message",
     [
         (["--attention", "soft"], "is of a run with `attention` softpp; give the same"),
-        (["--attention-options", "stride=8"], "is of a run with `attention_options` stride=2;"),
+        (["--model-kwargs", "stride=8"], "is of a run with `model_kwargs` stride=2;"),
     ],
 )
 def test_a_run_does_not_go_on_from_that_of_another_network(reviews, tmp_path, changes, message):
-    options = ["--attention-options", "stride=2", "--steps", "2", "--batch-size", "4"]
+    options = ["--model-kwargs", "stride=2", "--steps", "2", "--batch-size", "4"]
     given = arguments(reviews, tmp_path, "--attention", "softpp", *options)
     LongRange.run(parse(given))
     before = (tmp_path / "last" / "state.pt").read_bytes()
@@ -145,7 +145,7 @@ def test_every_attention_trains_from_the_command_line(reviews, tmp_path, attenti
 def test_listops_needs_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ["--listops-train", "8", "--listops-eval", "2", "--steps", "1", "--batch-size", "2"]
-    options += ["--attention-options", "stride=100", "--output", str(tmp_path / "out"), *QUICK]
+    options += ["--model-kwargs", "stride=100", "--output", str(tmp_path / "out"), *QUICK]
     assert LongRange.run(parse(options)).position.step == 1
     assert list((tmp_path / "cache" / "softfree").glob("listops*.npz"))
 
@@ -173,12 +173,12 @@ def test_pairs_train(tmp_path):
         (["--task", "text"], "--task text needs --data-dir with IMDb's"),
         (["--attention", "linear"], "--attention must be one of soft, softpp"),
         (["--pooling", "max"], "--pooling must be one of mean, cls, got 'max'"),
-        (["--attention-options", "strides=3"], "--attention-options: attention 'softpp' has no option 'strides'; there are"),
-        (["--attention-options", "stride"], "--attention-options must look like stride=32, got 'stride'"),
-        (["--attention-options", "stride=abc"], "--attention-options: stride must be a whole number, got 'abc'"),
-        (["--attention-options", "stride=0"], "--attention-options: stride must be >= 1, got 0"),
-        (["--attention", "performer", "--attention-options", "kernel=foo"], "--attention-options: kernel must be one"),
-        (["--attention", "softmax", "--attention-options", "stride=32"], "'softmax' has no option 'stride'; there are 'qkv_bias'"),
+        (["--model-kwargs", "strides=3"], "--model-kwargs: attention 'softpp' has no option 'strides'; there are"),
+        (["--model-kwargs", "stride"], "--model-kwargs must look like stride=32, got 'stride'"),
+        (["--model-kwargs", "stride=abc"], "--model-kwargs: stride must be a whole number, got 'abc'"),
+        (["--model-kwargs", "stride=0"], "--model-kwargs: stride must be >= 1, got 0"),
+        (["--attention", "performer", "--model-kwargs", "kernel=foo"], "--model-kwargs: kernel must be one"),
+        (["--attention", "softmax", "--model-kwargs", "stride=32"], "'softmax' has no option 'stride'; there are 'qkv_bias'"),
         (["--listops-train", "0"], "--listops-train must be at least 1"),
         (["--mlp-dim", "0"], "--mlp-dim must be at least 1, got 0"),
         (["--depth", "0"], "--depth must be at least 1, got 0"),

@@ -50,7 +50,7 @@ def predict(
     topk: int | None = None,
     min_score: float | None = None,
     output: Path | None = None,
-    draw: Annotated[Path | None, tyro.conf.arg(aliases=["--out"])] = None,
+    draw: Path | None = None,
     img_size: int | None = None,
     batch_size: int = 16,
     device: str = "auto",
