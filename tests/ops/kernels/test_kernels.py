@@ -95,14 +95,14 @@ def test_float32_fits_every_gpu_since_ampere(n):
 def test_landmarks_in_tiles_fit_the_chip(architecture):
     settings = {"architecture": architecture, "n": 500, "m": 100, "d": 128, "dtype": "float32"}
     kernels = run("ahead_of_time.py", json.dumps(settings))
-    assert "spread_wide_backward_kernel" in {kernel["name"] for kernel in kernels}
+    assert "spread_tiled_backward_kernel" in {kernel["name"] for kernel in kernels}
     shared_memory = {80: 99 * 1024, 90: 227 * 1024}[architecture]  # 99 KiB: all GPUs since Ampere
     for kernel in kernels:
         assert kernel["shared"] <= shared_memory, kernel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("m, name", [(500, "newton_halves_kernel"), (600, "newton_product_kernel")])
+@pytest.mark.parametrize("m, name", [(500, "newton_split_kernel"), (600, "newton_product_kernel")])
 def test_large_inverses_compile_without_spilled_registers(m, name):
     kernels = run("ahead_of_time.py", json.dumps({"n": 700, "m": m, "d": 32}))
     assert name in {kernel["name"] for kernel in kernels}

@@ -8,7 +8,7 @@ Every load is cast to float32 at once unless it feeds a matrix product as it is.
 import triton
 import triton.language as tl
 
-# The low half of a float32 is kept multiplied by this, so that it is not lost below float16's range.
+# The low part of a split float32 is kept multiplied by this, so that it is not lost below float16's range.
 LOW_SCALE = tl.constexpr(2048.0)
 
 
@@ -70,16 +70,16 @@ def prepare_landmarks(b_l, b_present, log2_scale, FLOAT32: tl.constexpr):
         b_l = tl.where(b_present[:, None], b_l - b_centre[None, :], 0.0)
     else:
         b_centre = tl.zeros((b_l.shape[1],), tl.float32)
-    b_wide = b_l.to(tl.float32)
-    b_bias = tl.where(b_present, 0.5 * log2_scale * tl.sum(b_wide * b_wide, 1), float("inf"))
+    b_float32 = b_l.to(tl.float32)
+    b_bias = tl.where(b_present, 0.5 * log2_scale * tl.sum(b_float32 * b_float32, 1), float("inf"))
     return b_l, b_centre, b_bias
 
 
 @triton.jit
 def token_bias(b_t, log2_scale):
     """log2_scale |t|^2 / 2 of tokens (N, D): (N,)."""
-    b_wide = b_t.to(tl.float32)
-    return 0.5 * log2_scale * tl.sum(b_wide * b_wide, 1)
+    b_float32 = b_t.to(tl.float32)
+    return 0.5 * log2_scale * tl.sum(b_float32 * b_float32, 1)
 
 
 @triton.jit
@@ -134,13 +134,13 @@ def split(b_x):
 
 
 @triton.jit
-def split_product(b_a, b_b, HALVES: tl.constexpr):
+def split_product(b_a, b_b, SPLIT: tl.constexpr):
     """``a @ b`` of float32 blocks to float32 accuracy on the matrix units.
 
-    With ``HALVES``, three float16 products: as exact as three TF32 products at half their price, for
+    With ``SPLIT``, three float16 products: as exact as three TF32 products at half their price, for
     entries below 65504.
     """
-    if HALVES:
+    if SPLIT:
         b_a_high, b_a_low = split(b_a)
         b_b_high, b_b_low = split(b_b)
         b_cross = tl.dot(b_a_low, b_b_high, tl.dot(b_a_high, b_b_low))
@@ -149,7 +149,7 @@ def split_product(b_a, b_b, HALVES: tl.constexpr):
 
 
 @triton.jit
-def wide_product(b_a, b_b, FIRST_IS_SMALL: tl.constexpr = False):
+def scaled_product(b_a, b_b, FIRST_IS_SMALL: tl.constexpr = False):
     """``a @ b`` of float32 blocks of any size, to 2^-22 of their largest entries.
 
     ``FIRST_IS_SMALL``: ``a`` is within float16's range as it is.

@@ -3,7 +3,7 @@
 Forward, long inputs: collect (U = P V, in parts), mixing (inverse, W = Y' U), spread (X = R W).
 Backward: collect (dW = R^T G and, of few tokens, U again, in parts), mixing_backward (W, dU, the inverse's part of dL),
 spread_backward (dQ, dK, dV, dL). Short inputs: one kernel each way. Landmarks that do not fit a program go
-tile by tile, and the backward then takes two passes more: spread_wide_backward (dQ, dV; again for keys of
+tile by tile, and the backward then takes two passes more: spread_tiled_backward (dQ, dV; again for keys of
 their own) and spread_backward for dL alone.
 """
 
@@ -21,11 +21,11 @@ from softfree.ops.attention.kernels.mixing import (
     landmark_matrix_kernel,
     mixing_backward_kernel,
     mixing_kernel,
-    newton_halves_kernel,
     newton_product_kernel,
+    newton_split_kernel,
 )
 from softfree.ops.attention.kernels.short import short_backward_kernel, short_forward_kernel
-from softfree.ops.attention.kernels.tiled import spread_wide_backward_kernel, spread_wide_kernel
+from softfree.ops.attention.kernels.tiled import spread_tiled_backward_kernel, spread_tiled_kernel
 from softfree.ops.attention.kernels.tokens import (
     collect_kernel,
     spread_backward_kernel,
@@ -41,7 +41,7 @@ MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
 MAX_LANDMARKS_IN_REGISTERS = 64  # of the inverse
 MAX_LANDMARKS_AT_ONCE = 128  # in a program of a token pass; more spill its registers
 LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
-MAX_HALVES_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
+MAX_SPLIT_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
 # One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
 # With more heads the token passes of their own keep more programs on a processor. One launch does not keep U, so
 # its tokens are at most ``chunked.FEW_TOKENS``.
@@ -57,7 +57,7 @@ class Tile(NamedTuple):
     programs: int = 2
 
 
-# By the block of landmarks and whether inputs are 16 bits wide; tuned on an NVIDIA H200 at d = 32.
+# By the block of landmarks and whether inputs have 16 bits; tuned on an NVIDIA H200 at d = 32.
 TILES = {
     "collect": {(64, True): Tile(128, 4, 3, 3)},
     "spread": {(64, True): Tile(64, 4, 3, 4)},
@@ -71,19 +71,23 @@ TILES = {
 
 def _tile(kernel: str, shape: "_Shape") -> Tile:
     widest = max(shape.block_d, shape.block_c)
-    if kernel == "spread_backward" and widest == 64 and shape.block_m == 64 and shape.half:
+    if kernel == "spread_backward" and widest == 64 and shape.block_m == 64 and shape.sixteen_bit:
         return Tile(32, 8, 2)  # the tile tuned at 32 channels would spill registers
-    tuned = TILES[kernel].get((shape.block_m, shape.half))
+    tuned = TILES[kernel].get((shape.block_m, shape.sixteen_bit))
     if tuned is not None and widest <= 64 and shape.hopper:
         return tuned
-    wide = shape.block_m > 64 or widest > 64
+    large = shape.block_m > 64 or widest > 64
     if shape.tiles > 1 and not kernel.startswith("mixing"):
         return Tile(32, 8, 1) if shape.hopper else Tile(16, 4, 1)
-    if not shape.hopper and not shape.half and kernel in ("spread_backward", "short_backward"):
+    if (
+        not shape.hopper
+        and not shape.sixteen_bit
+        and kernel in ("spread_backward", "short_backward")
+    ):
         return Tile(16, 4, 1)  # 99 KiB of shared memory are all that some of these have
     if not shape.hopper and kernel == "spread_backward":
         return Tile(32, 4, 2)  # else registers spill
-    return Tile(32 if wide else 64, 8 if wide else 4, 1 if wide else 2)
+    return Tile(32 if large else 64, 8 if large else 4, 1 if large else 2)
 
 
 class _Shape(NamedTuple):
@@ -96,19 +100,19 @@ class _Shape(NamedTuple):
     block_d: int
     block_c: int
     tile_m: int  # landmarks that a program of a token pass holds
-    half: bool  # inputs of 16 bits
+    sixteen_bit: bool  # inputs
     hopper: bool
 
     @classmethod
     def of(cls, q: Tensor, v: Tensor, landmarks: Tensor) -> "_Shape":
         batch, heads, m, d = landmarks.shape
         d_v = v.shape[3]
-        half = q.dtype.itemsize == 2
+        sixteen_bit = q.dtype.itemsize == 2
         blocks = block(m), block(d), block(d_v)
         hopper = devices.is_hopper(q.device)
         fits = _fits(q, blocks[0], max(blocks[1:]))
         tile_m = blocks[0] if fits else LANDMARK_TILE[_generation(hopper)]
-        return cls(batch, heads, m, d, d_v, *blocks, tile_m, half, hopper)
+        return cls(batch, heads, m, d, d_v, *blocks, tile_m, sixteen_bit, hopper)
 
     @property
     def rows(self) -> int:
@@ -127,7 +131,7 @@ class _Shape(NamedTuple):
     @property
     def collects_both(self) -> bool:
         """Whether a program has the registers to collect U and dW in one pass."""
-        return self.tile_m * self.block_c <= 64 * 64 and (self.half or self.hopper)
+        return self.tile_m * self.block_c <= 64 * 64 and (self.sixteen_bit or self.hopper)
 
     @property
     def target(self) -> dict[str, str]:
@@ -189,7 +193,7 @@ def forward(
     newton = dict(
         NORMALIZE=settings.normalize,
         HALVING=settings.inverse.start == "halving",
-        HALVES=iterations <= MAX_HALVES_ITERATIONS,
+        SPLIT=iterations <= MAX_SPLIT_ITERATIONS,
     )
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
     log2_scale = scale * math.log2(math.e)
@@ -307,7 +311,7 @@ def backward(
             roles.append((keys, grad_k, n_k, False, True))
         for tokens, out, length, as_queries, as_keys in roles:
             strides_here = [s for t in (tokens, grad, v, out, grad_v) for s in _strides(t)]
-            spread_wide_backward_kernel[(shape.rows * tiles_of(length, tile.tokens),)](
+            spread_tiled_backward_kernel[(shape.rows * tiles_of(length, tile.tokens),)](
                 tokens, grad, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), w, du, out, grad_v,
                 shape.heads, length, shape.m, shape.d, shape.d_v, *strides_here, scale, log2_scale,
                 QUERIES=as_queries, KEYS=as_keys, HAS_KEY_MASK=key_mask is not None and as_keys,
@@ -367,18 +371,18 @@ def _newton_inverse(a: Tensor, settings: InverseSettings) -> Tensor:
     b = add_ridge(a, settings.ridge).contiguous()
     y = start_value(a, settings.start, settings.ridge) * b
     m = a.shape[-1]
-    # An entry of the inverse may be as small as 1 / m^2, which float16's halves lose for more landmarks.
-    halves = iterations <= MAX_HALVES_ITERATIONS and m <= 512
-    large = halves and m > 192 and devices.is_hopper(a.device)
+    # An entry of the inverse may be as small as 1 / m^2, which two float16 lose for more landmarks.
+    split = iterations <= MAX_SPLIT_ITERATIONS and m <= 512
+    large = split and m > 192 and devices.is_hopper(a.device)
     options: dict[str, Any] = dict(
         BLOCK=64, BLOCK_K=32, num_warps=4, num_stages=3, **as_for_ampere()
     )
     if large:  # operands straight from memory: Hopper's matrix instructions are safe here
         options = dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3)
     tiles = tiles_of(m, options["BLOCK"])
-    if halves:
-        b, y = (_to_halves(matrix, options["BLOCK"] * tiles) for matrix in (b, y))
-    kernel = newton_halves_kernel if halves else newton_product_kernel
+    if split:
+        b, y = (_split(matrix, options["BLOCK"] * tiles) for matrix in (b, y))
+    kernel = newton_split_kernel if split else newton_product_kernel
     sizes = (y.shape[-1], tiles)
     by, spare = torch.empty_like(y), torch.empty_like(y)
     grid = (a.shape[0] * a.shape[1] * tiles * tiles,)
@@ -386,20 +390,20 @@ def _newton_inverse(a: Tensor, settings: InverseSettings) -> Tensor:
         kernel[grid](b, y, y, by, *sizes, UPDATE=False, **options)
         kernel[grid](y, by, y, spare, *sizes, UPDATE=True, **options)
         y, spare = spare, y
-    if halves:
+    if split:
         high, low = y[..., :m, :m].float().unbind(2)
         y = torch.add(high, low, alpha=1 / LOW_SCALE.value)
     return y
 
 
-def _to_halves(matrices: Tensor, side: int) -> Tensor:
-    """float32 matrices (batch, heads, m, m) as halves: (batch, heads, 2, side, side), float16, 0 beyond m."""
+def _split(matrices: Tensor, side: int) -> Tensor:
+    """float32 matrices (batch, heads, m, m) split in two: (batch, heads, 2, side, side), float16, 0 beyond m."""
     m = matrices.shape[-1]
-    halves = matrices.new_zeros((*matrices.shape[:2], 2, side, side), dtype=torch.float16)
+    parts = matrices.new_zeros((*matrices.shape[:2], 2, side, side), dtype=torch.float16)
     high = matrices.half()
-    halves[..., 0, :m, :m] = high
-    halves[..., 1, :m, :m] = (matrices - high) * LOW_SCALE.value
-    return halves
+    parts[..., 0, :m, :m] = high
+    parts[..., 1, :m, :m] = (matrices - high) * LOW_SCALE.value
+    return parts
 
 
 def _spread(
@@ -423,7 +427,7 @@ def _spread(
         num_warps=tile.warps, num_stages=tile.stages, **shape.target,
     )  # fmt: skip
     if shape.tiles > 1:
-        spread_wide_kernel[(shape.rows * tiles_of(n, tile.tokens),)](
+        spread_tiled_kernel[(shape.rows * tiles_of(n, tile.tokens),)](
             *tensors, *sizes, *_strides(q), *_strides(x), log2_scale, **options
         )
     else:
@@ -497,8 +501,7 @@ def _sum(parts: Tensor, shape: _Shape) -> Tensor:
 
 def _flags(q: Tensor) -> dict:
     """How a token pass multiplies float32; three TF32 products are 1.3e-5 off at 128 channels, so not there."""
-    wide = q.dtype == torch.float32
-    if not wide:
+    if q.dtype != torch.float32:
         return dict(FLOAT32=False, PRECISION="tf32")
     return dict(FLOAT32=True, PRECISION="tf32x3" if q.shape[3] <= 64 else "ieee")
 

@@ -3,14 +3,19 @@
 import triton
 import triton.language as tl
 
+from softfree.ops.attention import inverse
 from softfree.ops.attention.kernels.common import (
     LOW_SCALE,
     present_landmarks,
+    scaled_product,
     split,
     split_product,
-    wide_product,
 )
 
+SAFE_FACTOR = tl.constexpr(inverse.SAFE_FACTOR)
+RIDGE_FACTOR = tl.constexpr(inverse.RIDGE_FACTOR)
+HALVINGS = tl.constexpr(inverse.HALVINGS)
+HALVING_TOLERANCE = tl.constexpr(inverse.HALVING_TOLERANCE)
 # Sum of the eigenvalues of I - BY whose squares are nothing in float32: the root of its precision.
 CONVERGED = tl.constexpr(2.0**-11.5)
 
@@ -51,7 +56,7 @@ def landmark_matrix(
 
 @triton.jit
 def newton_inverse(
-    b_a, iterations, ridge, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, HALVES: tl.constexpr
+    b_a, iterations, ridge, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, SPLIT: tl.constexpr
 ):
     """The iteration of :mod:`softfree.ops.attention.inverse` on one matrix (M, M) of non-negative entries.
 
@@ -63,13 +68,13 @@ def newton_inverse(
     b_b = tl.where(b_eye, b_a + ridge, b_a)
     reciprocal = 0.0
     if HALVING:
-        reciprocal = start_bound(split_product(b_b, b_b, HALVES), b_eye)
+        reciprocal = start_bound(split_product(b_b, b_b, SPLIT), b_eye)
     b_y = start_value(tl.max(tl.sum(b_a, 1), 0), ridge, reciprocal) * b_b
     remaining = BLOCK_M * 1.0
     for step in range(iterations):
         if remaining > CONVERGED:
-            b_by = split_product(b_b, b_y, HALVES)
-            b_y = 2.0 * b_y - split_product(b_y, b_by, HALVES)
+            b_by = split_product(b_b, b_y, SPLIT)
+            b_y = 2.0 * b_y - split_product(b_y, b_by, SPLIT)
             if step > 8:
                 # The eigenvalues of I - BY lie in [0, 1) here, so their sum bounds them all, and the step
                 # just taken has squared them: below the bound, further steps would only round anew.
@@ -82,7 +87,8 @@ def start_bound(b_square, b_eye):
     """1 over the largest start value that rows of ``B^2`` allow; ``b_eye`` marks their diagonal."""
     b_rows = tl.sum(b_square, 1)
     b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 1)
-    return tl.max(tl.maximum((b_rows - 2 * b_diagonal) * 100.0, b_rows / 2.01), 0)
+    b_bound = (b_rows - 2 * b_diagonal) * (1.0 / HALVING_TOLERANCE)
+    return tl.max(tl.maximum(b_bound, b_rows / (2.0 + HALVING_TOLERANCE)), 0)
 
 
 @triton.jit
@@ -90,16 +96,17 @@ def start_value(norm, ridge, reciprocal):
     """The factor of B to begin with, by the norm of A; ``reciprocal`` 0 is the scaled start."""
     alpha = 2.0 / (norm * norm)
     halved = alpha
-    for _ in range(10):
+    for _ in range(HALVINGS):
         halved = tl.where(halved * reciprocal > 1.0, 0.5 * halved, halved)
-    bound = tl.minimum(0.9 * alpha, 1.9 / ((norm + ridge) * (norm + ridge)))
+    with_ridge = (2.0 * RIDGE_FACTOR) / ((norm + ridge) * (norm + ridge))
+    bound = tl.minimum(SAFE_FACTOR * alpha, with_ridge)
     return tl.minimum(bound, halved)
 
 
 @triton.jit
 def newton_inverse_in_memory(
     b_a, p_b, p_y, p_by, iterations, ridge,
-    BLOCK_M: tl.constexpr, PANEL: tl.constexpr, HALVING: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr, PANEL: tl.constexpr, HALVING: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """As :func:`newton_inverse` for matrices too large for the registers, into ``p_y`` (M, M).
 
@@ -117,7 +124,7 @@ def newton_inverse_in_memory(
     if HALVING:
         b_right = tl.load(p_b + offs)
         for first in range(0, BLOCK_M, PANEL):
-            b_square = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, HALVES)
+            b_square = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, SPLIT)
             b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
             reciprocal = tl.maximum(reciprocal, start_bound(b_square, b_diagonal))
     bound = start_value(norm, ridge, reciprocal)
@@ -129,7 +136,7 @@ def newton_inverse_in_memory(
             b_right = tl.load(p_y + offs)
             trace = 0.0
             for first in range(0, BLOCK_M, PANEL):
-                b_by = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, HALVES)
+                b_by = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, SPLIT)
                 tl.store(p_by + first * BLOCK_M + panel_offs, b_by)
                 b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
                 trace += tl.sum(tl.sum(tl.where(b_diagonal, b_by, 0.0), 1), 0)
@@ -140,7 +147,7 @@ def newton_inverse_in_memory(
             for first in range(0, BLOCK_M, PANEL):
                 p_panel = p_y + first * BLOCK_M + panel_offs
                 b_y = tl.load(p_panel)
-                tl.store(p_panel, 2.0 * b_y - split_product(b_y, b_right, HALVES))
+                tl.store(p_panel, 2.0 * b_y - split_product(b_y, b_right, SPLIT))
             tl.debug_barrier()
 
 
@@ -205,13 +212,13 @@ def newton_product_kernel(
 
 
 @triton.jit
-def newton_halves_kernel(
+def newton_split_kernel(
     p_a, p_b, p_y, p_out, side, tiles,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`newton_product_kernel` of matrices kept as halves, (2, side, side) of float16.
+    """As :func:`newton_product_kernel` of matrices kept split, (2, side, side) of float16.
 
-    See :func:`split`: the halves are made once, where a result is written, not by every tile that reads it.
+    See :func:`split`: they are split once, where a result is written, not by every tile that reads it.
     ``side`` is a multiple of BLOCK; what lies beyond m is 0 and stays so.
     """
     program = tl.program_id(0)
@@ -326,7 +333,7 @@ def mixing_kernel(
     heads, m, d, d_v, parts, scale, iterations, ridge,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     PANEL: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
-    HALVING: tl.constexpr, HALVES: tl.constexpr, KEEP: tl.constexpr, FLOAT32: tl.constexpr,
+    HALVING: tl.constexpr, SPLIT: tl.constexpr, KEEP: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, W = Y' U and, to KEEP it, U.
 
@@ -339,13 +346,13 @@ def mixing_kernel(
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     if PANEL == 0:
-        b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
+        b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, SPLIT)
     else:
         p_b = p_scratch + head * 3 * BLOCK_M * BLOCK_M
         p_y = p_b + BLOCK_M * BLOCK_M
         p_by = p_y + BLOCK_M * BLOCK_M
         newton_inverse_in_memory(
-            b_a, p_b, p_y, p_by, iterations, ridge, BLOCK_M, PANEL, HALVING, HALVES
+            b_a, p_b, p_y, p_by, iterations, ridge, BLOCK_M, PANEL, HALVING, SPLIT
         )
         b_y = load_small(p_y, BLOCK_M, BLOCK_M, BLOCK_M, BLOCK_M)
     store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
@@ -353,7 +360,7 @@ def mixing_kernel(
     b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
     if KEEP:
         store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
-    b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
+    b_w = scaled_product(mixing_matrix(b_y, b_root), b_u)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
 
 
@@ -368,15 +375,15 @@ def mixing_gradient(
     """
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     b_mixing = mixing_matrix(b_y, b_root)
-    b_w = wide_product(b_mixing, b_u)
-    b_du = wide_product(tl.trans(b_mixing), b_dw)
-    b_da = -wide_product(b_du, tl.trans(b_w)) / (b_root[:, None] * b_root[None, :])
+    b_w = scaled_product(b_mixing, b_u)
+    b_du = scaled_product(tl.trans(b_mixing), b_dw)
+    b_da = -scaled_product(b_du, tl.trans(b_w)) / (b_root[:, None] * b_root[None, :])
     if NORMALIZE:
         b_through_rows = tl.sum(b_dw * b_w + b_u * b_du, 1)
         b_da += (-0.5 * b_root * b_root * b_through_rows)[:, None]
     b_e = scale * b_a * (b_da + tl.trans(b_da))
     b_e = tl.where(b_present[:, None] & b_present[None, :], b_e, 0.0)
-    b_dl = wide_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
+    b_dl = scaled_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
     return b_w, b_du, b_dl
 
 

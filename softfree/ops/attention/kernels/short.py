@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from softfree.ops.attention.kernels.common import present_landmarks, wide_product
+from softfree.ops.attention.kernels.common import present_landmarks, scaled_product
 from softfree.ops.attention.kernels.mixing import (
     landmark_matrix,
     load_small,
@@ -32,7 +32,7 @@ def short_forward_kernel(
     x_batch, x_head, x_stride, scale, log2_scale, iterations, ridge,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
-    HALVING: tl.constexpr, HALVES: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    HALVING: tl.constexpr, SPLIT: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads,). Reads q, k, v, landmarks; writes the result and the inverse."""
     head = tl.program_id(0).to(tl.int64)
@@ -43,7 +43,7 @@ def short_forward_kernel(
     b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
-    b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, HALVES)
+    b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, SPLIT)
     store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
     b_l, b_centre, b_bias, _ = load_landmarks(
         p_l, p_landmark_mask, m, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32
@@ -55,7 +55,7 @@ def short_forward_kernel(
         b_l, b_centre, b_bias, log2_scale,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, HAS_KEY_MASK, FLOAT32, PRECISION,
     )  # fmt: skip
-    b_w = wide_product(mixing_matrix(b_y, b_root), b_u)
+    b_w = scaled_product(mixing_matrix(b_y, b_root), b_u)
     b_w = narrow(b_w, p_q)
     spread_tokens(
         p_q + batch * q_batch + column * q_head, p_x + batch * x_batch + column * x_head,

@@ -2,8 +2,8 @@
 
 A program takes one tile of tokens and goes through the landmarks tile by tile:
 
-    spread_wide           X = R W
-    spread_wide_backward  from G, V, W and dU to dT and dV
+    spread_tiled           X = R W
+    spread_tiled_backward  from G, V, W and dU to dT and dV
 
 The sums over tokens (U, dW, dL) need no such loop: there each tile of landmarks is a program of its own.
 """
@@ -30,7 +30,7 @@ from softfree.ops.attention.kernels.tokens import (
 
 
 @triton.jit
-def spread_wide_kernel(
+def spread_tiled_kernel(
     p_q, p_l, p_landmark_mask, p_w, p_x,
     heads, n, m, d, d_v,
     q_batch, q_head, q_stride, x_batch, x_head, x_stride, log2_scale,
@@ -61,7 +61,7 @@ def spread_wide_kernel(
 
 
 @triton.jit
-def spread_wide_backward_kernel(
+def spread_tiled_backward_kernel(
     p_t, p_g, p_v, p_l, p_key_mask, p_landmark_mask, p_w, p_du, p_dt, p_dv,
     heads, n, m, d, d_v,
     t_batch, t_head, t_stride, g_batch, g_head, g_stride, v_batch, v_head, v_stride,
