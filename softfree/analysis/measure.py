@@ -69,6 +69,7 @@ def measure(
     *,
     seconds: float = 1.0,
     cuda_graph: bool | None = False,
+    once: bool = False,
 ) -> Measured:
     """Memory and time of a call after a warm-up. Where memory runs out, at any point, a note says so.
 
@@ -78,6 +79,7 @@ def measure(
         seconds: for the timing; 0: memory alone.
         cuda_graph: time it as a CUDA graph; None: both ways, and from Python alone if it can't be captured
             or takes more than ``LONG``.
+        once: make one call, a long one, and read memory and time from it.
 
     Example:
         >>> found = measure(lambda: Work(lambda: torch.zeros(1000)), seconds=0.01)
@@ -87,6 +89,8 @@ def measure(
     device = torch.device(device)
     try:
         call, held = prepare()
+        if once:
+            return _measured_once(call, device)
         call()
         extra = peak_extra_memory(call, device)
         found = Measured(extra_bytes=extra, held_bytes=held())
@@ -97,6 +101,20 @@ def measure(
         call = held = None  # type: ignore[assignment]
         if device.type == "cuda":
             release(device)
+
+
+def _measured_once(call: Callable[[], object], device: torch.device) -> Measured:
+    seconds = 0.0
+
+    def timed() -> None:
+        nonlocal seconds
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        seconds = time.perf_counter() - begin
+
+    extra = peak_extra_memory(timed, device)
+    return Measured(seconds, extra_bytes=extra, timer="host")
 
 
 def _timed(

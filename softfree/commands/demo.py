@@ -1,8 +1,8 @@
 """Run a picture through a backbone, then race the operator against softmax attention."""
 
 import math
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import timm
@@ -12,14 +12,13 @@ import torch.nn.functional as F
 import tyro
 from PIL import Image
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import softfree
-from softfree.analysis import count_macs, count_parameters, peak_extra_memory, time_call
-from softfree.analysis.measure import synchronize
+from softfree.analysis import count_macs, count_parameters, time_call
+from softfree.analysis.measure import Work, measure
 from softfree.analysis.pictures import load_photo
-from softfree.commands.common import Photo
+from softfree.commands.common import Photo, progress
 from softfree.models.checks import check_model_name
 from softfree.training.devices import choose_device
 
@@ -30,7 +29,7 @@ SLOWEST = 20.0
 LONG = 1.0
 
 
-class Measured(NamedTuple):
+class Cost(NamedTuple):
     """Seconds and bytes of a call; ``bytes=None``: not run, the seconds are an extrapolation."""
 
     seconds: float
@@ -76,7 +75,7 @@ def show_backbone(
 ) -> None:
     """Build a backbone, run the picture through it, and say what came out."""
     check_model_name(name)
-    with working(console) as report:
+    with progress() as report:
         report(f"building {name}")
         torch.manual_seed(0)
         network = timm.create_model(name, features_only=True).eval().to(device)
@@ -120,26 +119,24 @@ def race(console: Console, device: torch.device, sides: Sequence[int]) -> None:
     """Time and memory of softmax-free and of softmax attention over growing images."""
     if not sides:
         raise ValueError(f"--max-tokens must be at least {SIDES[0] ** 2}")
-    rows: list[tuple[int, Measured, Measured]] = []
-    with working(console) as report, torch.inference_mode():
+    rows: list[tuple[int, Cost, Cost]] = []
+    with progress() as report, torch.inference_mode():
         for side in sides:
             tokens = side * side
             report(f"{tokens:,} tokens: softmax-free attention")
             q, k, v = torch.randn(3, 1, HEADS, tokens, HEAD_DIM, device=device)
             landmarks = pool(q, side)
-            soft = measure(lambda: softfree.soft_attention(q, None, v, landmarks), device)  # noqa: B023
+            call = partial(softfree.soft_attention, q, None, v, landmarks)
+            soft = run(call, device)
             expected = 0.0
             if rows:
                 expected = rows[-1][2].seconds * (tokens / rows[-1][0]) ** 2
             if expected > SLOWEST:
-                softmax = Measured(expected, None)
+                softmax = Cost(expected, None)
             else:
                 report(f"{tokens:,} tokens: softmax attention (about {expected:.0f} s)")
-                softmax = measure(
-                    lambda: F.scaled_dot_product_attention(q, k, v),  # noqa: B023
-                    device,
-                    expected,
-                )
+                call = partial(F.scaled_dot_product_attention, q, k, v)
+                softmax = run(call, device, once=expected > LONG)
             rows.append((tokens, soft, softmax))
     print_race(console, device, rows)
 
@@ -151,26 +148,16 @@ def pool(q: torch.Tensor, side: int) -> torch.Tensor:
     return grid.mean((3, 5)).flatten(2, 3)
 
 
-def measure(call: Callable[[], object], device: torch.device, expected: float = 0.0) -> Measured:
+def run(call: Callable[[], object], device: torch.device, *, once: bool = False) -> Cost:
     """Time and peak extra memory of a call; a long one is made only once."""
-    if expected > LONG:
-        seconds = 0.0
-
-        def timed() -> None:
-            nonlocal seconds
-            begin = time.perf_counter()
-            call()
-            synchronize(device)
-            seconds = time.perf_counter() - begin
-
-        held = peak_extra_memory(timed, device)
-        return Measured(seconds, held)
-    timing = time_call(call, device, budget=0.5)
-    return Measured(timing.fastest, peak_extra_memory(call, device))
+    found = measure(partial(Work, call), device, seconds=0.5, once=once)
+    if found.seconds is None:
+        raise ValueError(f"{found.note}: fewer --max-tokens need less")
+    return Cost(found.seconds, found.extra_bytes)
 
 
 def print_race(
-    console: Console, device: torch.device, rows: Sequence[tuple[int, Measured, Measured]]
+    console: Console, device: torch.device, rows: Sequence[tuple[int, Cost, Cost]]
 ) -> None:
     """The table of the race, and how to read it."""
     console.print(
@@ -243,24 +230,3 @@ def describe_device(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"the CPU ({threads} thread{'s' if threads > 1 else ''})"
-
-
-class working:
-    """A spinner while something runs: ``with working(console) as report: report("what")``."""
-
-    def __init__(self, console: Console):
-        self.progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-
-    def __enter__(self) -> Callable[[str], None]:
-        self.progress.start()
-        task = self.progress.add_task("")
-        return lambda text: self.progress.update(task, description=text)
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()

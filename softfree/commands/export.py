@@ -14,8 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from softfree.analysis.subject import load_subject
-from softfree.commands.common import check_img_size, check_output
-from softfree.commands.demo import working
+from softfree.commands.common import check_img_size, check_output, progress
 from softfree.models.export import (
     SMALLEST_FREE,
     TOLERANCE,
@@ -70,7 +69,7 @@ def export(
     if features and checkpoint is not None:
         raise ValueError("--features is for --model; a checkpoint is exported as it was trained")
     console = Console(highlight=False)
-    with working(console) as report:
+    with progress() as report:
         report("loading the model")
         kwargs: dict[str, Any] = {"features_only": True} if features else {}
         subject = load_subject(checkpoint, model, **kwargs)

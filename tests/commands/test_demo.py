@@ -55,9 +55,7 @@ def test_too_few_tokens_are_refused():
 
 def test_softmax_is_extrapolated_and_marked_where_it_would_take_too_long(capsys, monkeypatch):
     monkeypatch.setattr(demo, "SLOWEST", 0.0)
-    monkeypatch.setattr(
-        demo, "measure", lambda call, device, expected=0.0: demo.Measured(0.5, 2**20)
-    )
+    monkeypatch.setattr(demo, "run", lambda call, device, once=False: demo.Cost(0.5, 2**20))
     demo.race(Console(), torch.device("cpu"), [28, 56])
     first, second = (
         line for line in capsys.readouterr().out.splitlines() if " 784 " in line or "3,136" in line
@@ -75,9 +73,9 @@ def test_pooled_landmarks_are_means_of_windows():
 
 def test_a_long_call_is_made_once():
     calls = []
-    measured = demo.measure(lambda: calls.append(torch.zeros(1000)), torch.device("cpu"), 100.0)
+    cost = demo.run(lambda: calls.append(torch.zeros(1000)), torch.device("cpu"), once=True)
     assert len(calls) == 1
-    assert measured.bytes == 4000 and measured.seconds > 0
+    assert cost.bytes == 4000 and cost.seconds > 0
 
 
 def test_the_drawn_picture_is_the_same_each_time_and_not_flat():
