@@ -1,8 +1,9 @@
 """Throughput and memory of classifiers, in training and in inference."""
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.analysis.complexity import count_macs, count_parameters
-from softfree.analysis.measure import Measured, Work, measure, release
+from softfree.analysis.measure import Measured, Work, measure, relate, release
+from softfree.analysis.plots import draw_bars
 from softfree.models import fold_batch_norms
-from softfree.training.devices import autocast
+from softfree.training.devices import DEFAULT_AMP, autocast
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.05),
 }
+DEFAULT_BATCH = {"cpu": 4, "cuda": 256}
 # A folded model computes the same sums in another order.
 FOLDING_TOLERANCE = 1e-3
 KINDS = {"train": "training", "infer": "inference"}
@@ -29,14 +32,34 @@ KINDS = {"train": "training", "infer": "inference"}
 class ModelConditions:
     """How every model of a run is measured."""
 
-    batch_size: int
-    img_size: int
-    amp_dtype: str
+    batch_size: int | None = None
+    """images at a time; otherwise 4 on a CPU, 256 on a GPU"""
+    img_size: int = 224
+    """side of the square images"""
+    amp_dtype: str = "auto"
+    """autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU"""
     opt: str = "adamw"
+    """optimizer, adamw or sgd"""
     channels_last: bool = False
+    """keep images and maps with the channels last in memory"""
     torchcompile: bool = False
+    """compile the models with torch.compile"""
     fuse_bn: bool = False
+    """for inference, fold batch norms into the convolutions before them"""
     cuda_graph: bool = False
+    """replay every step from a CUDA graph: the GPU's time alone, however slow the host"""
+
+    def on(self, device: torch.device) -> "ModelConditions":
+        """The same with what the device decides."""
+        batch = DEFAULT_BATCH[device.type] if self.batch_size is None else self.batch_size
+        amp_dtype = DEFAULT_AMP[device.type] if self.amp_dtype == "auto" else self.amp_dtype
+        return dataclasses.replace(self, batch_size=batch, amp_dtype=amp_dtype)
+
+    @property
+    def images(self) -> int:
+        """At a time, once the device is known."""
+        assert self.batch_size is not None
+        return self.batch_size
 
 
 @dataclass
@@ -91,9 +114,28 @@ def measure_model(
             cuda_graph=conditions.cuda_graph,
         )
         network.zero_grad(set_to_none=True)
-        fill(row, kind, found, conditions.batch_size)
+        fill(row, kind, found, conditions.images)
         release(device)
     return row
+
+
+def relate_to_first(rows: Sequence[Any], kinds: Iterable[str]) -> None:
+    """Fill in the ratios of images a second to the first row's."""
+    relate(rows, rows[0], {f"{kind}_img_per_s": f"{kind}_ratio_to_first" for kind in kinds})
+
+
+def draw_speeds(
+    rows: Sequence[Any], names: Sequence[str], kinds: Mapping[str, str], title: str
+) -> Any:
+    """Bars of images a second and of GiB, one for each kind of work, in the words of ``kinds``."""
+    panels = {
+        words: {
+            label: [getattr(row, f"{kind}_{figure}") for row in rows]
+            for kind, label in kinds.items()
+        }
+        for figure, words in (("img_per_s", "images a second"), ("peak_gib", "GiB"))
+    }
+    return draw_bars(names, panels, title)
 
 
 def fill(row: Any, kind: str, found: Measured, images: int) -> None:
@@ -203,7 +245,7 @@ def place_classifier(
     """Images, and the model to call on them, on the device in the layout asked for."""
     place(network, conditions.channels_last, device)
     side = conditions.img_size
-    images = torch.randn(conditions.batch_size, 3, side, side)
+    images = torch.randn(conditions.images, 3, side, side)
     images = images.to(device, memory_format=layout(conditions.channels_last))
     return images, torch.compile(network) if conditions.torchcompile else network
 

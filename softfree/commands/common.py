@@ -20,13 +20,15 @@ from rich.table import Table
 from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.plots import save_figure
 from softfree.models.checks import SMALLEST_IMAGE, check_at_least
-from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
+from softfree.training.devices import choose_device
 
 NOTHING = "-"
 # By title, the text of a row's cell.
 Columns = Mapping[str, Callable[[Any], str]]
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
+# Flags of a group of arguments have no prefix.
+FLAT = (tyro.conf.OmitArgPrefixes,)
 # Each use of the option adds one, so that a photo may follow it.
 Repeated = tyro.conf.UseAppendAction
 Result = TypeVar("Result")
@@ -53,13 +55,6 @@ def check_img_size(*sides: int | None) -> None:
     for side in sides:
         if side is not None:
             check_at_least(SMALLEST_IMAGE, img_size=side)
-
-
-def choose_amp_dtype(amp_dtype: str, device: torch.device) -> str:
-    """The value of --amp-dtype, or the device's own for 'auto'."""
-    chosen = DEFAULT_AMP[device.type] if amp_dtype == "auto" else amp_dtype
-    check_choices("--amp-dtype", [chosen], AMP_DTYPES)
-    return chosen
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -160,37 +155,57 @@ def heading(console: Console, what: str, measured_in: Mapping[str, object], thre
     console.print(f"[bold]{what}[/]\n{device}, {', '.join(versions)}, {measured_in['date']}")
 
 
-def publish(
-    title: str,
-    rows: Sequence[Any],
-    columns: Columns,
-    legend: str,
-    device: torch.device,
-    *,
-    section: Callable[[Any], str] | None = None,
-    records: Sequence[Mapping[str, object]] | None = None,
-    csv: Path | None = None,
-    plot: Path | None = None,
-    draw: Callable[[str], Any] | None = None,
-) -> None:
-    """Print measured rows as a table, and how to read it; write them to CSV and plot, if asked for.
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Where it is measured, and where the figures go beside the screen."""
 
-    Args:
-        rows: dataclasses, or whatever ``columns`` can read.
-        columns, section: see :func:`print_rows`.
-        records: the rows of the CSV; otherwise the fields of ``rows``.
-        draw: makes the plot, given its title.
-    """
-    console = Console(highlight=False)
-    measured_in = describe_environment(device)
-    heading(console, title, measured_in, threads=device.type == "cpu")
-    print_rows(console, rows, columns, section)
-    console.print(legend, style="dim")
-    fields = [dataclasses.asdict(row) for row in rows] if records is None else records
-    save_rows(csv, fields, measured_in)
-    if plot is not None and draw is not None:
-        title = f"{title}\n{measured_in['device']}, {measured_in['date']}"
-        save_figure(draw(title), plot, "plot")
+    device: str = "auto"
+    """'cuda', 'cpu', or 'auto' for the GPU if there is one"""
+    csv: Path | None = None
+    """write the figures to this file, with date, device and versions in every row"""
+    plot: Path | None = None
+    """draw the figures into this file (.png, .pdf or .svg)"""
+
+    def check(self) -> torch.device:
+        """Refuse files that can't be written, before the measuring; the device."""
+        where = choose_device(self.device)
+        check_output("--csv", self.csv)
+        check_figure("--plot", self.plot)
+        return where
+
+    def publish(
+        self,
+        title: str,
+        rows: Sequence[Any],
+        columns: Columns,
+        legend: str,
+        draw: Callable[[str], Any],
+        *,
+        section: Callable[[Any], str] | None = None,
+        records: Sequence[Mapping[str, object]] | None = None,
+    ) -> None:
+        """Print measured rows as a table, and how to read it; write them to CSV and plot, if asked for.
+
+        Args:
+            rows: dataclasses, or whatever ``columns`` can read.
+            columns, section: see :func:`print_rows`.
+            draw: makes the plot, given its title.
+            records: the rows of the CSV; otherwise the fields of ``rows``.
+        """
+        console = Console(highlight=False)
+        where = choose_device(self.device)
+        measured_in = describe_environment(where)
+        heading(console, title, measured_in, threads=where.type == "cpu")
+        print_rows(console, rows, columns, section)
+        console.print(legend, style="dim")
+        fields = [dataclasses.asdict(row) for row in rows] if records is None else records
+        save_rows(self.csv, fields, measured_in)
+        if self.plot is not None:
+            words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
+            save_figure(draw(words), self.plot, "plot")
+
+
+REPORT = Report()
 
 
 def print_rows(
@@ -248,10 +263,10 @@ def run_subcommand(
     prog = f"softfree {command}"
     if name in ("-h", "--help"):
         return tyro.extras.subcommand_cli_from_dict(
-            dict(subcommands), args=argv, prog=prog, description=description
+            dict(subcommands), args=argv, prog=prog, description=description, config=FLAT
         )
     if name not in subcommands:
         given = f"got {name!r}" if argv else f"e.g. `{prog} {next(iter(subcommands))}`"
         raise ValueError(f"{question} One of {', '.join(subcommands)}; {given}")
     # On its own, so that errors point to its own --help.
-    return tyro.cli(subcommands[name], args=argv[1:], prog=f"{prog} {name}")
+    return tyro.cli(subcommands[name], args=argv[1:], prog=f"{prog} {name}", config=FLAT)

@@ -21,18 +21,16 @@ from softfree.analysis import count_macs, count_parameters
 from softfree.analysis.measure import Work, measure, relate
 from softfree.analysis.model_speed import training_step
 from softfree.analysis.plots import LABELS, draw_bars
+from softfree.commands import train
 from softfree.commands.common import (
     NOTHING,
     Columns,
+    Report,
     check_choices,
-    check_figure,
-    check_output,
     check_positive,
     field,
     progress,
-    publish,
 )
-from softfree.commands.train import report, resolve
 from softfree.data.longrange import TASKS, LongRangeData
 from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
@@ -113,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``softfree compare`` with these arguments; return the exit code."""
     if any(argument.split("=")[0] == "--attention" for argument in argv):
         raise ValueError("--attention: compare takes several, --attentions softpp softmax")
-    settings = resolve(
+    settings = train.resolve(
         argv,
         LongRange,
         {name: CompareSettings(**vars(recipe)) for name, recipe in RECIPES.items()},
@@ -131,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name}: training in {given.run.output}", flush=True)
             outcome = LongRange.run(given, data)
             if outcome.stopped:
-                return report(outcome, given.run.output)
+                return train.report(outcome, given.run.output)
         row = Comparison(name, settings.data.task)
         row.paper_accuracy = PAPER.get(name, {}).get(settings.data.task)
         if is_trained(given):
@@ -146,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     softmax = next((row for row in rows if row.attention == "softmax"), None)
     kinds = ("train", "infer")
     relate(rows, softmax, {f"{k}_samples_per_s": f"{k}_ratio_to_softmax" for k in kinds})
-    write(rows, settings, device)
+    write(rows, settings)
     return 0
 
 
@@ -155,8 +153,7 @@ def check(settings: CompareSettings) -> None:
     check_choices("--attentions", settings.attentions, ATTENTIONS)
     check_choices("--task", [settings.data.task], TASKS)
     check_positive("--seconds", settings.seconds)
-    check_output("--csv", settings.csv)
-    check_figure("--plot", settings.plot)
+    Report(settings.run.device, settings.csv, settings.plot).check()
     known = sorted(set().union(*map(option_names, settings.attentions)))
     for word in settings.model.attention_options:
         if "=" in word:
@@ -269,7 +266,7 @@ def percentage(accuracy: float | None) -> str:
     return NOTHING if accuracy is None else f"{accuracy:.2f}"
 
 
-def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.device) -> None:
+def write(rows: Sequence[Comparison], settings: CompareSettings) -> None:
     """The table, and what else was asked for."""
     task, optim = TASKS[settings.data.task], settings.optim
     extra: dict[str, Any] = {
@@ -285,7 +282,8 @@ def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.d
         "training, samples a second": {"here": [row.train_samples_per_s for row in rows]},
         "training, MiB": {"here": [row.train_peak_mib for row in rows]},
     }
-    publish(
+    report = Report(settings.run.device, settings.csv, settings.plot)
+    report.publish(
         f"{task.name}: {task.length:,} tokens, batch {optim.batch_size}, {optim.steps:,} steps",
         rows,
         COLUMNS,
@@ -293,9 +291,6 @@ def write(rows: Sequence[Comparison], settings: CompareSettings, device: torch.d
         "1/s: samples a second, of full length; ratio: to softmax.\n"
         "MiB: the most that a training step held beyond weights and input.\n"
         "GMACs: billions of multiply-adds for one sample.",
-        device,
+        lambda title: draw_bars([LABELS[row.attention] for row in rows], panels, title),
         records=[{**dataclasses.asdict(row), **extra} for row in rows],
-        csv=settings.csv,
-        plot=settings.plot,
-        draw=lambda title: draw_bars([LABELS[row.attention] for row in rows], panels, title),
     )

@@ -241,7 +241,9 @@ def test_models_stand_beside_each_other_with_ratios_to_the_first(tmp_path, capsy
     path = tmp_path / "models.csv"
     names = ["resnet10t", "soft_tiny_release"]
     options = ["--amp-dtype", "bfloat16", "--channels-last", "--opt", "sgd", "--fuse-bn"]
-    assert benchmark.main(["model", *names, *SMALL, *options, "--csv", str(path)]) == 0
+    files = ["--csv", str(path), "--plot", str(tmp_path / "models.png")]
+    assert benchmark.main(["model", *names, *SMALL, *options, *files]) == 0
+    assert (tmp_path / "models.png").is_file()
     first, second = read(path)
     assert [first["model"], second["model"]] == names
     for row in (first, second):

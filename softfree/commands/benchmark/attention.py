@@ -1,7 +1,6 @@
 """`softfree benchmark attention`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from softfree.analysis import copy_bandwidth
 from softfree.analysis.attention_cost import (
@@ -13,18 +12,16 @@ from softfree.analysis.attention_cost import (
     measure_costs,
 )
 from softfree.commands.common import (
+    REPORT,
     Columns,
+    Report,
     check_choices,
-    check_figure,
-    check_output,
     check_positive,
     field,
     percent,
     progress,
-    publish,
 )
 from softfree.ops.attention import BACKENDS
-from softfree.training.devices import choose_device
 
 # Tokens and batch times heads. The GPU's are stages 1 to 3 of a backbone at batch 128, and a large image.
 DEFAULTS = {
@@ -41,13 +38,11 @@ def attention(
     head_dim: int = 32,
     landmarks: int = 49,
     dtype: str = "auto",
-    device: str = "auto",
     attentions: tuple[str, ...] = OPERATORS,
     backends: tuple[str, ...] = ("auto",),
     backward: bool = True,
     seconds: float = 0.5,
-    csv: Path | None = None,
-    plot: Path | None = None,
+    report: Report = REPORT,
 ) -> int:
     """Time and memory of the operator and of torch's softmax attention, in one run.
 
@@ -60,43 +55,35 @@ def attention(
         head_dim: channels of a head.
         landmarks: landmarks of our attentions.
         dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
-        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         attentions: among softpp, soft, softmax.
         backends: of our attentions, among auto, torch, triton, reference.
         backward: also time forward and backward together.
         seconds: time for each figure.
-        csv: write the figures to this file, with date, device and versions in every row.
-        plot: draw time against tokens into this file (.png, .pdf or .svg).
     """
-    where = choose_device(device)
+    where = report.check()
     check_choices("--attentions", attentions, OPERATORS)
     check_choices("--backends", backends, BACKENDS)
     chosen = DEFAULT_DTYPE[where.type] if dtype == "auto" else dtype
     check_choices("--dtype", [chosen], DTYPES)
     check_positive("--seconds", seconds)
-    check_output("--csv", csv)
-    check_figure("--plot", plot)
     shapes = pair_shapes(tokens, heads_times_batch, head_dim, landmarks, where.type)
 
     costs: list[Cost] = []
-    with progress() as report:
-        report("measuring the memory's speed with a large copy")
+    with progress() as say:
+        say("measuring the memory's speed with a large copy")
         bandwidth = copy_bandwidth(where)
         for group in measure_costs(
             shapes, list(dict.fromkeys(attentions)), list(dict.fromkeys(backends)), chosen, where,
-            bandwidth=bandwidth, backward=backward, seconds=seconds, report=report,
+            bandwidth=bandwidth, backward=backward, seconds=seconds, report=say,
         ):  # fmt: skip
             costs += group
-    publish(
+    report.publish(
         f"Attention: {head_dim} channels a head, {landmarks} landmarks, {chosen}",
         costs,
         cost_columns(where.type == "cuda", backward),
         legend(costs, where.type == "cuda", bandwidth, backward),
-        where,
+        lambda title: draw_times(costs, title),
         section=lambda cost: f"{cost.batch_heads:,} x {cost.tokens:,}",
-        csv=csv,
-        plot=plot,
-        draw=lambda title: draw_times(costs, title),
     )
     return int(any(cost.faulty for cost in costs))
 

@@ -1,11 +1,8 @@
 """`softfree benchmark detector`."""
 
 import dataclasses
-from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 
 from softfree.analysis.detector_speed import (
     OBJECTS,
@@ -14,32 +11,27 @@ from softfree.analysis.detector_speed import (
     DetectorSpeed,
     measure_under_detector,
 )
+from softfree.analysis.model_speed import draw_speeds, relate_to_first
 from softfree.commands.benchmark.model import (
+    Names,
     check_cuda_graph,
     check_names,
     precision,
-    relate_to_first,
     speed_columns,
 )
-from softfree.commands.common import (
-    check_choices,
-    check_output,
-    check_positive,
-    choose_amp_dtype,
-    progress,
-    publish,
-)
+from softfree.commands.common import REPORT, Report, check_choices, check_positive, progress
 from softfree.models.checks import SMALLEST_IMAGE
 from softfree.models.features import FIXED_LANDMARKS, backbone_arguments
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.detection import DETECTORS
-from softfree.training.devices import choose_device
+from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
+
+# By what is measured, the word for it.
+WORDS = {"backbone": "alone", "step": "step"}
 
 
 def detector(
-    names: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME [NAME ...]")
-    ],
+    names: Names,
     /,
     detector: str = "retinanet",
     landmarks: tuple[str, ...] = (FIXED_LANDMARKS,),
@@ -49,9 +41,8 @@ def detector(
     amp_dtype: str = "auto",
     channels_last: bool = False,
     cuda_graph: bool = False,
-    device: str = "auto",
     seconds: float = 3.0,
-    csv: Path | None = None,
+    report: Report = REPORT,
 ) -> int:
     """Throughput and memory in training of backbones as detectors use them, alone and in a whole step.
 
@@ -70,17 +61,15 @@ def detector(
         channels_last: keep weights and images with the channels last in memory.
         cuda_graph: replay the backbone alone from a CUDA graph: the GPU's time, however slow the host. A
             whole step asks the GPU for numbers, so it can't be.
-        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         seconds: time for each figure.
-        csv: write the figures to this file, with date, device and versions in every row.
     """
-    where = choose_device(device)
+    where = report.check()
     check_names(names)
     check_choices("--detector", [detector], DETECTORS)
-    amp = choose_amp_dtype(amp_dtype, where)
+    amp = DEFAULT_AMP[where.type] if amp_dtype == "auto" else amp_dtype
+    check_choices("--amp-dtype", [amp], AMP_DTYPES)
     check_positive("--batch-size", batch_size)
     check_positive("--seconds", seconds)
-    check_output("--csv", csv)
     if min(img_size) < SMALLEST_IMAGE:
         raise ValueError(f"--img-size must be at least {SMALLEST_IMAGE} each way, got {img_size}")
     if not landmarks:
@@ -93,14 +82,14 @@ def detector(
     if where.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as in training
     rows: list[DetectorSpeed] = []
-    with progress() as report:
+    with progress() as say:
         for name in dict.fromkeys(names):
             takes_landmarks = "landmarks" in backbone_arguments(name)
             for choice in dict.fromkeys(landmarks) if takes_landmarks else ("",):
                 row = DetectorSpeed(name, choice)
                 arguments = {**kwargs, **({"landmarks": choice} if takes_landmarks else {})}
                 measure_under_detector(
-                    row, arguments, conditions, where, seconds=seconds, report=report
+                    row, arguments, conditions, where, seconds=seconds, report=say
                 )
                 rows.append(row)
     relate_to_first(rows, tuple(PARTS))
@@ -109,21 +98,20 @@ def detector(
     title += ", channels last" if channels_last else ""
     title += ", alone in a CUDA graph" if cuda_graph else ""
     extra = dataclasses.asdict(conditions)
-    publish(
+    report.publish(
         title,
         rows,
         {
             "backbone": lambda row: row.name,
             "params\nM": lambda row: f"{row.detector_parameters / 1e6:.1f}",
-            **speed_columns({"backbone": "alone", "step": "step"}),
+            **speed_columns(WORDS),
         },
         "params: of the whole detector.\n"
         "alone: the backbone's forward and backward through its four maps.\n"
         f"step: {detector}'s forward, losses of {OBJECTS} objects a picture, backward and AdamW's step.\n"
         f"ratio: images a second over those of {rows[0].name}.\n"
         "GiB: the most that was held at once, weights and images included.",
-        where,
+        lambda title: draw_speeds(rows, [row.name for row in rows], WORDS, title),
         records=[{**dataclasses.asdict(row), **extra} for row in rows],
-        csv=csv,
     )
     return 0

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 from softfree.analysis.attention_cost import (
     DTYPES,
@@ -14,15 +13,13 @@ from softfree.analysis.attention_cost import (
 )
 from softfree.commands.benchmark.attention import DEFAULT_DTYPE
 from softfree.commands.common import (
+    REPORT,
+    Report,
     check_choices,
-    check_figure,
-    check_output,
     check_positive,
     digits,
     progress,
-    publish,
 )
-from softfree.training.devices import choose_device
 
 # Dimension and heads: the papers' network without a pyramid, and a small one for CPUs.
 DEFAULT_SIZE = {"cuda": (384, 12), "cpu": (64, 2)}
@@ -35,9 +32,7 @@ def memory(
     dim: int | None = None,
     num_heads: int | None = None,
     dtype: str = "auto",
-    device: str = "auto",
-    csv: Path | None = None,
-    plot: Path | None = None,
+    report: Report = REPORT,
 ) -> int:
     """Memory of one attention layer against the number of tokens, forward and backward (Fig. 1b).
 
@@ -51,11 +46,8 @@ def memory(
         dim: channels; otherwise 384 on a GPU, 64 on a CPU.
         num_heads: heads; otherwise 12 on a GPU, 2 on a CPU.
         dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
-        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
-        csv: write the figures to this file, with date, device and versions in every row.
-        plot: draw memory against tokens into this file (.png, .pdf or .svg).
     """
-    where = choose_device(device)
+    where = report.check()
     check_choices("--attentions", attentions, LAYERS)
     if not tokens:
         raise ValueError("--tokens needs at least one number")
@@ -68,14 +60,12 @@ def memory(
         check_positive(option, value)
     chosen = DEFAULT_DTYPE[where.type] if dtype == "auto" else dtype
     check_choices("--dtype", [chosen], DTYPES)
-    check_output("--csv", csv)
-    check_figure("--plot", plot)
 
     rows = []
-    with progress() as report:
+    with progress() as say:
         for name in dict.fromkeys(attentions):
             for length in sorted(set(tokens)):
-                report(f"{name}: {length} tokens")
+                say(f"{name}: {length} tokens")
                 row = LayerMemory(name, length, batch_size, channels, count, chosen)
                 rows.append(measure_layer_memory(row, where))
     found = {(row.attention, row.tokens): digits(row.forward_backward_mib) for row in rows}
@@ -84,16 +74,13 @@ def memory(
         return lambda name: found[name, length]
 
     lengths = {f"{length:,}": column(length) for length in sorted(set(tokens))}
-    publish(
+    report.publish(
         f"Memory of an attention layer: {channels} channels, {count} heads, batch {batch_size}, {chosen}",
         list(dict.fromkeys(attentions)),
         {"tokens": str, **lengths},
         "MiB: the most that forward and backward held at once beyond weights and input;\n"
         "a dash where memory ran out. The CSV has the forward pass alone, too.",
-        where,
+        lambda title: draw_memory(rows, title),
         records=[dataclasses.asdict(row) for row in rows],
-        csv=csv,
-        plot=plot,
-        draw=lambda title: draw_memory(rows, title),
     )
     return 0

@@ -2,54 +2,44 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
 
-from softfree.analysis.measure import relate
 from softfree.analysis.model_speed import (
     KINDS,
     OPTIMIZERS,
     ModelConditions,
+    draw_speeds,
     measure_model,
+    relate_to_first,
 )
 from softfree.commands.common import (
+    REPORT,
     Columns,
+    Report,
     check_choices,
     check_img_size,
-    check_output,
     check_positive,
-    choose_amp_dtype,
     field,
     progress,
-    publish,
 )
 from softfree.models.checks import check_model_name
-from softfree.training.devices import choose_device
+from softfree.training.devices import AMP_DTYPES
 
 BENCHES = (*KINDS, "both")
-DEFAULT_BATCH = {"cpu": 4, "cuda": 256}
+CONDITIONS = ModelConditions()
+Names = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME [NAME ...]")]
 
 
 def model(
-    names: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME [NAME ...]")
-    ],
+    names: Names,
     /,
     bench: str = "both",
-    batch_size: int | None = None,
-    img_size: int = 224,
-    amp_dtype: str = "auto",
-    opt: str = "adamw",
-    channels_last: bool = False,
-    torchcompile: bool = False,
-    fuse_bn: bool = False,
-    cuda_graph: bool = False,
-    device: str = "auto",
     seconds: float = 3.0,
-    csv: Path | None = None,
+    conditions: ModelConditions = CONDITIONS,
+    report: Report = REPORT,
 ) -> int:
     """Throughput and memory of models, ours and any of timm's, in one run, untrained.
 
@@ -58,55 +48,43 @@ def model(
     Args:
         names: models that timm knows; ratios are to the first.
         bench: train, infer or both.
-        batch_size: images at a time; otherwise 4 on a CPU, 256 on a GPU.
-        img_size: side of the square images.
-        amp_dtype: autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU.
-        opt: optimizer, adamw or sgd.
-        channels_last: keep images and maps with the channels last in memory.
-        torchcompile: compile the models with torch.compile.
-        fuse_bn: for inference, fold batch norms into the convolutions before them.
-        cuda_graph: replay every step from a CUDA graph: the GPU's time alone, however slow the host.
-        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         seconds: time for each figure.
-        csv: write the figures to this file, with date, device and versions in every row.
     """
-    where = choose_device(device)
+    where = report.check()
     check_names(names)
     check_choices("--bench", [bench], BENCHES)
-    check_choices("--opt", [opt], OPTIMIZERS)
-    amp = choose_amp_dtype(amp_dtype, where)
-    batch = DEFAULT_BATCH[where.type] if batch_size is None else batch_size
-    check_positive("--batch-size", batch)
     check_positive("--seconds", seconds)
-    check_output("--csv", csv)
-    check_img_size(img_size)
-    check_cuda_graph(cuda_graph, amp, where)
-    conditions = ModelConditions(
-        batch, img_size, amp, opt, channels_last, torchcompile, fuse_bn, cuda_graph
-    )
+    conditions = check_conditions(conditions, where)
     kinds = tuple(KINDS) if bench == "both" else (bench,)
-    with progress() as report:
+    with progress() as say:
         rows = [
-            measure_model(name, conditions, where, kinds=kinds, seconds=seconds, report=report)
+            measure_model(name, conditions, where, kinds=kinds, seconds=seconds, report=say)
             for name in dict.fromkeys(names)
         ]
     relate_to_first(rows, kinds)
     extra = dataclasses.asdict(conditions)
-    publish(
+    report.publish(
         f"Models: {describe(conditions)}",
         rows,
         model_columns(kinds),
         legend(rows[0].model, conditions, kinds),
-        where,
+        lambda title: draw_speeds(
+            rows, [row.model for row in rows], {kind: KINDS[kind] for kind in kinds}, title
+        ),
         records=[{**dataclasses.asdict(row), **extra} for row in rows],
-        csv=csv,
     )
     return 0
 
 
-def relate_to_first(rows: Sequence[object], kinds: Sequence[str]) -> None:
-    """Fill in the ratios of throughputs to the first row's."""
-    relate(rows, rows[0], {f"{kind}_img_per_s": f"{kind}_ratio_to_first" for kind in kinds})
+def check_conditions(conditions: ModelConditions, device: torch.device) -> ModelConditions:
+    """Refuse conditions that can't be; otherwise what they are on this device."""
+    check_choices("--opt", [conditions.opt], OPTIMIZERS)
+    conditions = conditions.on(device)
+    check_choices("--amp-dtype", [conditions.amp_dtype], AMP_DTYPES)
+    check_positive("--batch-size", conditions.images)
+    check_img_size(conditions.img_size)
+    check_cuda_graph(conditions.cuda_graph, conditions.amp_dtype, device)
+    return conditions
 
 
 def check_cuda_graph(wanted: bool, amp_dtype: str, device: torch.device) -> None:
@@ -121,7 +99,7 @@ def check_cuda_graph(wanted: bool, amp_dtype: str, device: torch.device) -> None
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse none, and names that timm does not know."""
+    """Refuse an empty list, and names that timm does not know."""
     if not names:
         raise ValueError("benchmark model needs a name, e.g. softpp_tiny pvt_v2_b1")
     for name in names:
