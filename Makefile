@@ -4,16 +4,17 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+GPU_WORKERS ?= 8
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint browser clean
+.PHONY: help quickstart test test-gpu lint browser clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
-	  || grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST)
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
+	  || grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
 
 quickstart: $(VENV)/installed  ## install, then train on handwritten digits, score and draw the result
 	$(BIN)/softfree quickstart
@@ -21,6 +22,10 @@ quickstart: $(VENV)/installed  ## install, then train on handwritten digits, sco
 # One thread a worker: threads of several workers on the same cores wait for each other.
 test: lint  ## format, lint, types and tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+# Most of the time goes into compiling kernels, each on one core: several workers share the GPU.
+test-gpu: $(VENV)/installed-dev  ## on a GPU: every kernel, dtype and gradient, in a few minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not long" -n $(GPU_WORKERS)
 
 lint: $(VENV)/installed-dev  ## format, lint and types alone
 	$(BIN)/ruff format --check .

@@ -72,7 +72,7 @@ def test_commands_in_the_pages_exist():
     assert commands and set(commands) <= set(softfree_cli.COMMANDS)
     scripts = re.findall(r"python (benchmarks/\S+\.py)", text)
     assert scripts and all((ROOT / script).is_file() for script in scripts)
-    targets = set(re.findall(r"^ *make (\w+)(?: {2,}.*)?$", text, re.M))
+    targets = set(re.findall(r"^ *make ([\w-]+)(?: {2,}.*)?$", text, re.M))
     makefile = (ROOT / "Makefile").read_text()
     assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
 

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="the kernels need the package triton")
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-TOLERANCE = {"torch.float32": 1e-5, "torch.float16": 5e-3}
 
 
 def run(script: str, *arguments: str) -> list[dict]:
@@ -26,8 +25,8 @@ def test_interpreted_kernels_agree_with_the_reference():
     lines = run("interpreted.py")
     assert {line["path"] for line in lines} == {"one launch", "three launches"}
     for line in lines:
-        for name, error in line["errors"].items():
-            assert error < TOLERANCE[line["dtype"]], (line, name)
+        for name, (error, allowed) in line["errors"].items():
+            assert error <= allowed, (line, name)
 
 
 @pytest.mark.slow

@@ -6,11 +6,9 @@ import torch
 from softfree.layers.landmarks import ConvLandmarks
 from softfree.ops.window_product import operator as product
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+from .gpu import DTYPES, ON_GPU, check_against_plain, plain_pytorch, poisoned_memory, spread
+
+pytestmark = ON_GPU
 # batch, heads, channels, channels of the result, window, height, width
 CASES = {
     "stage 1": (8, 2, 32, 32, (8, 8), 56, 56),
@@ -37,19 +35,22 @@ def results(q, weight, size, grad):
     return (out, *torch.autograd.grad(out, (q, weight), grad.to(out.dtype)))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_result_and_gradients_agree_with_float64(name, dtype):
+@pytest.mark.parametrize("name, dtype", spread(CASES, DTYPES, in_full=("stage 1",)))
+def test_result_and_gradients_are_as_exact_as_plain_pytorch(name, dtype):
     batch, heads, d_in, d_out, window, height, width = CASES[name]
     q = tokens(batch, height * width, heads, d_in, dtype)
-    weight = torch.randn(d_out, d_in, *window, device="cuda").to(dtype).float().requires_grad_()
-    assert product._fits(q, weight)
+    weight = torch.randn(d_out, d_in, *window, device="cuda").to(dtype)
+    by_kernels = weight.float().requires_grad_()
+    assert product._fits(q, by_kernels)
     rows, columns = product.window_grid((height, width), window)
     grad = torch.randn(batch, heads, rows * columns, d_out, device="cuda").to(dtype)
-    wide = [t.detach().double().requires_grad_() for t in (q, weight)]
-    expected = results(*wide, (height, width), grad)
-    for found, wanted in zip(results(q, weight, (height, width), grad), expected, strict=True):
-        assert (found.double() - wanted).norm() < TOLERANCE[dtype] * wanted.norm()
+    with poisoned_memory():
+        found = results(q, by_kernels, (height, width), grad)
+    with plain_pytorch():
+        plain = results(q, weight.detach().requires_grad_(), (height, width), grad)
+        wide = [t.detach().double().requires_grad_() for t in (q, weight)]
+        exact = results(*wide, (height, width), grad)
+    check_against_plain(found, plain, exact)
 
 
 def test_128_channels_take_the_kernels_in_half_precision_and_the_library_in_float32():
@@ -57,9 +58,11 @@ def test_128_channels_take_the_kernels_in_half_precision_and_the_library_in_floa
     for dtype, by_kernels in ((torch.bfloat16, True), (torch.float32, False)):
         q = tokens(2, 63, 2, 128, dtype).detach()
         assert product._fits(q, weight) == by_kernels
-        expected = product._by_library(q.double(), weight.to(dtype).double(), (9, 7))
-        found = product.window_product(q, weight, (9, 7)).double()
-        assert (found - expected).norm() < TOLERANCE[torch.bfloat16] * expected.norm()
+        plain, exact = (
+            product._by_library(q.to(t), weight.to(dtype).to(t), (9, 7))
+            for t in (dtype, torch.float64)
+        )
+        check_against_plain([product.window_product(q, weight, (9, 7))], [plain], [exact])
 
 
 def test_twice_gives_the_same_bits_and_an_empty_batch_no_error():
