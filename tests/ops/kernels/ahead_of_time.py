@@ -2,11 +2,12 @@
 
 Run as a program, so that neither the interpreter's setting nor a GPU of the test's process matters:
 
-    python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}'
+    python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}' [MORE ...]
 
 or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution,
 {"hidden": 384} for the MLP's GELU, {"norm": 32} for the norms and the sums of columns.
-It prints one JSON line a kernel: name, shared memory in bytes, registers a thread, bytes spilled.
+It prints one JSON line per kernel: number of the argument, name, shared memory in bytes, registers per
+thread, bytes spilled.
 """
 
 import functools
@@ -39,6 +40,7 @@ TYPES = {
     torch.int32: "*i32",
 }
 ARCHITECTURE = 90
+CALL = 0
 
 
 def compile_instead(
@@ -73,6 +75,7 @@ def compile_instead(
     )
     registers, spilled = assembled(compiled.asm["ptx"])
     line = {
+        "call": CALL,
         "name": self.__name__,
         "shared": compiled.metadata.shared,
         "registers": registers,
@@ -83,7 +86,7 @@ def compile_instead(
 
 @functools.cache
 def assembled(ptx: str) -> tuple[int, int]:
-    """Registers a thread and bytes spilled, as NVIDIA's assembler (part of Triton) reports them."""
+    """Registers per thread and bytes spilled, as NVIDIA's assembler (part of Triton) reports them."""
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
@@ -118,11 +121,9 @@ def compile_value_conv(dtype: torch.dtype, kernel: int, side: int, d: int) -> No
     value_conv._backward(v, v, weight, side, side)
 
 
-def main(settings: dict) -> None:
+def compile_call(architecture: int = 90, **settings) -> None:
     global ARCHITECTURE
-    ARCHITECTURE = settings.pop("architecture", ARCHITECTURE)
-    JITFunction.run = compile_instead
-    devices.is_hopper = lambda device: ARCHITECTURE >= 90
+    ARCHITECTURE = architecture
     dtype = getattr(torch, settings.get("dtype", "bfloat16"))
     if "stride" in settings:
         compile_window_product(dtype, settings["stride"], settings["d"])
@@ -157,5 +158,13 @@ def main(settings: dict) -> None:
     launch.backward(v, q, k, v, landmarks, *masks, *kept, AttentionSettings(0.2))
 
 
+def main() -> None:
+    global CALL
+    JITFunction.run = compile_instead
+    devices.is_hopper = lambda device: ARCHITECTURE >= 90
+    for CALL, settings in enumerate(sys.argv[1:]):  # noqa: B007
+        compile_call(**json.loads(settings))
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

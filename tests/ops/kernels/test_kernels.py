@@ -20,6 +20,19 @@ def run(script: str, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+def compiled(calls: list[dict]) -> list[tuple[dict, list[dict]]]:
+    """Each call with what its kernels need, compiled in one process."""
+    lines = run("ahead_of_time.py", *map(json.dumps, calls))
+    return [
+        (call, [line for line in lines if line["call"] == number])
+        for number, call in enumerate(calls)
+    ]
+
+
+def names(kernels: list[dict]) -> set[str]:
+    return {kernel["name"] for kernel in kernels}
+
+
 @pytest.mark.slow
 def test_interpreted_kernels_agree_with_the_reference():
     lines = run("interpreted.py")
@@ -39,40 +52,35 @@ def test_interpreted_value_convolution_agrees_with_the_library():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("kernel, side, d", [(9, 56, 32), (3, 7, 128)])
-def test_value_convolution_compiles_and_fits_the_chip(architecture, kernel, side, d):
-    settings = {"architecture": architecture, "kernel": kernel, "side": side, "d": d}
-    kernels = run("ahead_of_time.py", json.dumps(settings))
-    assert {line["name"] for line in kernels} == {
-        "value_band_kernel",
-        "value_conv_kernel",
-        "value_conv_weight_kernel",
-    }
-    for line in kernels:
-        assert line["shared"] <= 99 * 1024, line  # of the smallest Ampere GPUs
-        assert line["spilled"] == 0, line
+def test_value_convolution_compiles_and_fits_the_chip():
+    shapes = dict(kernel=9, side=56, d=32), dict(kernel=3, side=7, d=128)
+    calls = [shape | dict(architecture=number) for shape in shapes for number in (80, 90)]
+    for call, kernels in compiled(calls):
+        assert names(kernels) == {
+            "value_band_kernel",
+            "value_conv_kernel",
+            "value_conv_weight_kernel",
+        }
+        for kernel in kernels:
+            assert kernel["shared"] <= 99 * 1024, (call, kernel)  # of the smallest Ampere GPUs
+            assert kernel["spilled"] == 0, (call, kernel)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("n", [196, 3136], ids=["one launch", "three launches"])
-def test_kernels_compile_and_fit_the_chip(architecture, n):
-    settings = {"architecture": architecture, "n": n, "m": 49, "d": 32, "masked": True}
-    kernels = run("ahead_of_time.py", json.dumps(settings))
-    names = {kernel["name"] for kernel in kernels}
-    if n == 196:
-        assert names == {"short_forward_kernel", "short_backward_kernel"}
-    else:
-        assert names == {
-            "collect_kernel",
-            "mixing_kernel",
-            "spread_kernel",
-            "mixing_backward_kernel",
-            "spread_backward_kernel",
-        }
+def test_kernels_compile_and_fit_the_chip(architecture):
+    common = dict(architecture=architecture, m=49, d=32, masked=True)
+    (_, short), (_, long) = compiled([common | dict(n=196), common | dict(n=3136)])
+    assert names(short) == {"short_forward_kernel", "short_backward_kernel"}
+    assert names(long) == {
+        "collect_kernel",
+        "mixing_kernel",
+        "spread_kernel",
+        "mixing_backward_kernel",
+        "spread_backward_kernel",
+    }
     shared_memory = {80: 163 * 1024, 90: 227 * 1024}[architecture]
-    for kernel in kernels:
+    for kernel in short + long:
         assert kernel["shared"] <= shared_memory, kernel
         # The passes over the tokens must not spill (on sm_80 a few numbers that wait for the end of the loop
         # do no harm); the m x m part, once a head, may.
@@ -82,28 +90,28 @@ def test_kernels_compile_and_fit_the_chip(architecture, n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [196, 3136], ids=["one launch", "three launches"])
-def test_float32_fits_every_gpu_since_ampere(n):
-    settings = {"architecture": 80, "n": n, "m": 64, "d": 32, "dtype": "float32"}
-    for kernel in run("ahead_of_time.py", json.dumps(settings)):
-        assert kernel["shared"] <= 99 * 1024, kernel
+def test_float32_fits_every_gpu_since_ampere():
+    common = dict(architecture=80, m=64, d=32, dtype="float32")
+    for call, kernels in compiled([common | dict(n=196), common | dict(n=3136)]):
+        assert kernels
+        for kernel in kernels:
+            assert kernel["shared"] <= 99 * 1024, (call, kernel)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_landmarks_in_tiles_fit_the_chip(architecture):
-    settings = {"architecture": architecture, "n": 500, "m": 100, "d": 128, "dtype": "float32"}
-    kernels = run("ahead_of_time.py", json.dumps(settings))
-    assert "spread_tiled_backward_kernel" in {kernel["name"] for kernel in kernels}
-    shared_memory = {80: 99 * 1024, 90: 227 * 1024}[architecture]  # 99 KiB: all GPUs since Ampere
-    for kernel in kernels:
-        assert kernel["shared"] <= shared_memory, kernel
+def test_landmarks_in_tiles_fit_the_chip():
+    shared_memory = {80: 99 * 1024, 90: 227 * 1024}  # 99 KiB: all GPUs since Ampere
+    common = dict(n=500, m=100, d=128, dtype="float32")
+    for call, kernels in compiled([common | dict(architecture=number) for number in shared_memory]):
+        assert "spread_tiled_backward_kernel" in names(kernels)
+        for kernel in kernels:
+            assert kernel["shared"] <= shared_memory[call["architecture"]], (call, kernel)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("m, name", [(500, "newton_split_kernel"), (600, "newton_product_kernel")])
-def test_large_inverses_compile_without_spilled_registers(m, name):
-    kernels = run("ahead_of_time.py", json.dumps({"n": 700, "m": m, "d": 32}))
-    assert name in {kernel["name"] for kernel in kernels}
-    for kernel in kernels:
-        assert kernel["spilled"] == 0, kernel
+def test_large_inverses_compile_without_spilled_registers():
+    kinds = {500: "newton_split_kernel", 600: "newton_product_kernel"}
+    for call, kernels in compiled([dict(n=700, m=m, d=32) for m in kinds]):
+        assert kinds[call["m"]] in names(kernels)
+        for kernel in kernels:
+            assert kernel["spilled"] == 0, (call, kernel)

@@ -1,10 +1,8 @@
 """The MLP as one operator without a GPU: interpreted, and compiled for GPUs that are not there."""
 
-import json
-
 import pytest
 
-from .test_kernels import run
+from .test_kernels import compiled, run
 
 
 @pytest.mark.slow
@@ -18,9 +16,9 @@ def test_interpreted_mlp_agrees_with_the_library_and_keeps_its_hidden_layer_once
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_mlp_gradient_compiles_without_spilled_registers(architecture):
-    (kernel,) = run("ahead_of_time.py", json.dumps({"architecture": architecture, "hidden": 384}))
-    assert kernel["name"] == "mlp_backward_kernel"
-    assert kernel["spilled"] == 0, kernel
-    assert kernel["registers"] <= 128, kernel  # enough programs to keep the memory busy
+def test_mlp_gradient_compiles_without_spilled_registers():
+    for _, kernels in compiled([dict(hidden=384, architecture=number) for number in (80, 90)]):
+        (kernel,) = kernels
+        assert kernel["name"] == "mlp_backward_kernel"
+        assert kernel["spilled"] == 0, kernel
+        assert kernel["registers"] <= 128, kernel  # enough programs to keep the memory busy

@@ -1,10 +1,8 @@
 """The norms without a GPU: interpreted, and compiled for GPUs that are not there."""
 
-import json
-
 import pytest
 
-from .test_kernels import run
+from .test_kernels import compiled, names, run
 
 
 @pytest.mark.slow
@@ -17,10 +15,9 @@ def test_interpreted_norms_agree_with_the_library():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channels", [32, 128, 320])
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_norms_compile_without_spilled_registers(architecture, channels):
-    kernels = run("ahead_of_time.py", json.dumps({"architecture": architecture, "norm": channels}))
-    assert {kernel["name"] for kernel in kernels} >= {"add_norm_kernel", "add_norm_backward_kernel"}
-    for kernel in kernels:
-        assert kernel["spilled"] == 0, kernel
+def test_norms_compile_without_spilled_registers():
+    calls = [dict(norm=n, architecture=number) for n in (32, 128, 320) for number in (80, 90)]
+    for call, kernels in compiled(calls):
+        assert names(kernels) >= {"add_norm_kernel", "add_norm_backward_kernel"}
+        for kernel in kernels:
+            assert kernel["spilled"] == 0, (call, kernel)
