@@ -21,7 +21,7 @@ quickstart: $(VENV)/installed  ## install, then train on handwritten digits, sco
 
 # One thread a worker: threads of several workers on the same cores wait for each other.
 test: lint  ## format, lint, types and tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Most of the time goes into compiling kernels, each on one core: several workers share the GPU.
 test-gpu: $(VENV)/installed-dev  ## on a GPU: every kernel, dtype and gradient, in a few minutes
