@@ -24,6 +24,7 @@ from softfree.layers.nystromformer import NystromformerAttention, iterative_inve
 from softfree.layers.performer import RELU_OFFSET, PerformerAttention
 from softfree.ops.attention.inverse import newton_inverse, newton_residuals, start_value
 from softfree.ops.attention.reference import gaussian_kernel, normalize_inverse
+from softfree.ops.attention.solve import ridge_solve, solve_residual, solve_spectrum
 
 # Values of a kernel matrix that are held at once.
 CHUNK = 2**22
@@ -117,7 +118,8 @@ class SoftLayer(AttentionLayer):
 
     Attributes:
         landmarks: (heads, m, d), float32.
-        scale, normalize, iterations, start, ridge: see :func:`softfree.soft_attention`.
+        scale, normalize, iterations, start, ridge, order: see :func:`softfree.soft_attention`.
+        method: its ``inverse``.
         share: factor of the rows, see :func:`softfree.layers.landmarks.pooled_share`.
     """
 
@@ -127,6 +129,8 @@ class SoftLayer(AttentionLayer):
     iterations: int
     start: str
     ridge: float
+    method: str = "newton"
+    order: int = 2
     share: float = 1.0
 
     @property
@@ -141,7 +145,10 @@ class SoftLayer(AttentionLayer):
 
     @cached_property
     def inverse(self) -> Tensor:
-        """``Y`` after ``iterations`` Newton steps, (heads, m, m)."""
+        """``Y``, after ``iterations`` Newton steps or by the solve, (heads, m, m)."""
+        if self.method == "solve":
+            eye = torch.eye(self.m, dtype=self.a.dtype, device=self.a.device)
+            return ridge_solve(self.a, eye.expand_as(self.a), ridge=self.ridge, order=self.order)
         return newton_inverse(self.a, self.iterations, start=self.start, ridge=self.ridge)
 
     @cached_property
@@ -185,9 +192,17 @@ class SoftLayer(AttentionLayer):
         """The largest eigenvalue of ``A`` over its smallest, (heads,); inf where ``A`` is singular."""
         return self.eigenvalues[:, 0] / self.eigenvalues[:, -1]
 
+    def residual(self) -> Tensor:
+        """How far ``Y`` is from an inverse: of Newton, ``||B Y B - B|| / ||B||``; of a solve, the same of A; (heads,)."""
+        if self.method == "solve":
+            return solve_residual(self.a, ridge=self.ridge, order=self.order)
+        return self.residuals()[:, -1]
+
     def residuals(self, iterations: int | None = None) -> Tensor:
-        """:func:`softfree.newton_residuals` of ``A``, (heads, iterations + 1)."""
+        """:func:`softfree.newton_residuals` of ``A``, (heads, iterations + 1); a solve's is the same at every step."""
         steps = self.iterations if iterations is None else iterations
+        if self.method == "solve":
+            return self.residual()[:, None].expand(-1, steps + 1)
         return newton_residuals(self.a, steps, start=self.start, ridge=self.ridge)
 
     def expected_residuals(self, iterations: int) -> Tensor:
@@ -200,8 +215,16 @@ class SoftLayer(AttentionLayer):
         return (lam * self._cut_off()[..., None] ** powers).amax(1) / lam[:, :1, 0]
 
     def kept_eigenvalues(self) -> Tensor:
-        """How many eigenvalues the steps taken invert by more than half; the others are cut off: (heads,)."""
-        return (self._cut_off() ** (2.0**self.iterations) < 0.5).sum(-1)
+        """How many eigenvalues are inverted by more than half; of the others little is left: (heads,)."""
+        return (self.inverted_share() > 0.5).sum(-1)
+
+    def inverted_share(self) -> Tensor:
+        """``lam`` times what ``Y`` has in its place, (heads, m): 1 for an inverse, 0 for what is cut off."""
+        if self.method == "solve":
+            return self.eigenvalues * solve_spectrum(
+                self.eigenvalues, ridge=self.ridge, order=self.order
+            )
+        return 1 - self._cut_off() ** (2.0**self.iterations)
 
     def _cut_off(self) -> Tensor:
         """``|1 - alpha lam^2|`` of every eigenvalue, (heads, m)."""
@@ -209,7 +232,9 @@ class SoftLayer(AttentionLayer):
         return (1 - alpha * (self.eigenvalues + self.ridge).square()).abs()
 
     def steps_needed(self) -> int | None:
-        """The fewest Newton steps that bring every head's residual to CONVERGED; None beyond MOST_STEPS."""
+        """The fewest Newton steps that bring every head's residual to CONVERGED; None beyond MOST_STEPS, or for a solve."""
+        if self.method == "solve":
+            return None
         enough = (self.expected_residuals(MOST_STEPS) <= CONVERGED).all(0)
         return int(enough.int().argmax()) if enough.any() else None
 
@@ -411,6 +436,8 @@ def _read_soft(name: str, module: SoftAttention, projected: Tensor, size: Size) 
         iterations=module.iterations,
         start=module.start,
         ridge=module.ridge,
+        method=module.inverse,
+        order=module.order,
         share=1.0 if share is None else float(share),
     )
 

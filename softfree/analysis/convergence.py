@@ -49,11 +49,12 @@ def draw_convergence(curves: dict[int, Tensor], taken: set[int], title: str) -> 
         axes.set_title(f"stage {stage}", fontsize=9)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(r"residual  $\|A Y_k A - A\|_2\ /\ \|A\|_2$")
-    figure.suptitle(f"Convergence of the Newton iteration: {title}", fontsize=10)
+    what = "Convergence of the Newton iteration" if taken else "Residual of the solve"
+    figure.suptitle(f"{what}: {title}", fontsize=10)
     model = ", ".join(map(str, sorted(taken)))
     figure.supxlabel(
-        "line: mean; band: least to greatest of all images, blocks and heads; "
-        f"dotted: converged; dashed: the steps that the model takes ({model})",
+        "line: mean; band: least to greatest of all images, blocks and heads; dotted: converged"
+        + (f"; dashed: the steps that the model takes ({model})" if taken else ""),
         fontsize=8,
     )
     return figure

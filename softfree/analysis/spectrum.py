@@ -57,7 +57,9 @@ def _draw_eigenvalues(axes: Any, layers: Sequence[SoftLayer]) -> None:
         number = np.arange(1, values.shape[1] + 1)
         axes.plot(number, values.T, color=f"C{index}", alpha=0.15, linewidth=0.6)
         mean = np.exp(np.log(values).mean(0))
-        axes.plot(number, mean, f"C{index}-", linewidth=2, label=f"stage {stage}, m = {len(mean)}")
+        kept = torch.cat([layer.kept_eigenvalues() for layer in members]).double().mean().item()
+        label = f"stage {stage}: {kept:.0f} of {len(mean)} inverted"
+        axes.plot(number, mean, f"C{index}-", linewidth=2, label=label)
     axes.set(yscale="log", xlabel="number of the eigenvalue", ylabel="eigenvalue")
     axes.set_title("(a) Eigenvalues of A: each head, and their mean", fontsize=10)
     axes.grid(alpha=0.3)

@@ -77,8 +77,9 @@ def describe(layer: SoftLayer) -> dict[str, Any]:
         "m": layer.m,
         # JSON has no infinity.
         "condition": condition if math.isfinite(condition) else None,
-        "steps": layer.iterations,
-        "residual": layer.residuals()[:, -1].max().item(),
+        "inverse": layer.method,
+        "steps": layer.iterations if layer.method == "newton" else None,
+        "residual": layer.residual().max().item(),
         "nystrom_error": layer.nystrom_error().max().item(),
         "spectral_norm": layer.spectral_norm().max().item(),
         "kept_eigenvalues": int(layer.kept_eigenvalues().min()),
@@ -91,7 +92,8 @@ def describe(layer: SoftLayer) -> dict[str, Any]:
 def warnings_of(row: dict[str, Any]) -> list[str]:
     """What is wrong with a layer, and what would help."""
     found = []
-    if row["residual"] > CONVERGED:
+    newton = row["inverse"] == "newton"
+    if newton and row["residual"] > CONVERGED:
         needed = row["steps_needed"]
         would = (
             f"iterations={needed} would bring it to {CONVERGED:g}"
@@ -104,9 +106,14 @@ def warnings_of(row: dict[str, Any]) -> list[str]:
     condition = row["condition"]
     if condition is None or condition > NEAR_SINGULAR:
         how = "A is singular" if condition is None else f"A is near-singular ({condition:.1e})"
+        kept = f"{row['kept_eigenvalues']} of {row['m']} eigenvalues"
         found.append(
-            f"{how}: landmarks (nearly) coincide; the {row['steps']} steps invert "
-            f"{row['kept_eigenvalues']} of {row['m']} eigenvalues and cut the others off"
+            f"{how}: landmarks (nearly) coincide; "
+            + (
+                f"the {row['steps']} steps invert {kept} and cut the others off"
+                if newton
+                else f"the solve inverts {kept} by more than half"
+            )
         )
     if row["total_weight"] < NEXT_TO_NOTHING:
         found.append(
@@ -135,8 +142,7 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
             str(row["m"]),
             "inf" if row["condition"] is None else f"{row['condition']:.1e}",
             f"{row['residual']:.1e}",
-            str(row["steps"]),
-            f"> {MOST_STEPS}" if row["steps_needed"] is None else str(row["steps_needed"]),
+            *_steps(row),
             f"{row['nystrom_error']:.2f}",
             f"{row['spectral_norm']:.3g}",
             f"{row['kept_eigenvalues']}/{row['m']}",
@@ -155,9 +161,17 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
             "No warning: every layer attends and converges, and no matrix A is near-singular."
         )
     console.print(
-        "residual: |AYA - A| / |A| after the T Newton steps that the layer takes.\n"
+        "residual: |AYA - A| / |A| after the T Newton steps that the layer takes, or of its solve.\n"
         "Nyström error: of the kernel between sampled tokens, rebuilt from the landmarks.\n"
         "norm of Y': of the matrix between the two kernels. inverted: eigenvalues of A\n"
         "that T steps invert by more than half; the others are cut off, which bounds Y'.",
         style="dim",
     )
+
+
+def _steps(row: dict[str, Any]) -> tuple[str, str]:
+    """Newton steps of a layer, and how many it would need."""
+    if row["inverse"] == "solve":
+        return "solve", NOTHING
+    needed = row["steps_needed"]
+    return str(row["steps"]), f"> {MOST_STEPS}" if needed is None else str(needed)

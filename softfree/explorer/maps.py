@@ -107,7 +107,7 @@ class Explorer:
         """The residual after 0, 1, ... Newton steps, of the worst head; none but for softmax-free layers."""
         with self._computing:
             layer = self.layer(place)
-            if not isinstance(layer, SoftLayer):
+            if not isinstance(layer, SoftLayer) or layer.method == "solve":
                 return {"residuals": [], "steps_needed": None}
             worst = layer.expected_residuals(MOST_STEPS).amax(0)
             return {"residuals": worst.tolist(), "steps_needed": layer.steps_needed()}
@@ -180,11 +180,11 @@ def pack(maps: Tensor) -> bytes:
 
 
 def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
-    soft = (
-        {}
-        if not isinstance(layer, SoftLayer)
-        else {"landmarks": layer.m, "steps": layer.iterations}
-    )
+    soft = {}
+    if isinstance(layer, SoftLayer):
+        soft["landmarks"] = layer.m
+        if layer.method == "newton":
+            soft["steps"] = layer.iterations
     return {
         "stage": layer.stage,
         "block": layer.block,

@@ -56,7 +56,7 @@ class SoftAttention(nn.Module):
             Cross-attention leaves it out, since there the values lie at other places than the queries.
         sequence: tokens are a sequence (``size=None``); ``value_conv`` then runs along it.
         normalize: SOFT++ (True) or SOFT (False).
-        iterations, start, ridge, backend: see :func:`softfree.soft_attention`.
+        inverse, iterations, start, ridge, order, backend: see :func:`softfree.soft_attention`.
         qv_bias: biases of the projections to queries and values.
         query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
             further apart.
@@ -85,9 +85,11 @@ class SoftAttention(nn.Module):
         value_conv: int = 0,
         sequence: bool = False,
         normalize: bool = True,
+        inverse: str = "newton",
         iterations: int = 20,
         start: str = "halving",
-        ridge: float = 0.0,
+        ridge: float | None = None,
+        order: int = 2,
         qv_bias: bool = True,
         query_gain: float = 1.0,
         output_gain: float = 1.0,
@@ -102,14 +104,12 @@ class SoftAttention(nn.Module):
             if not gain > 0:
                 raise ValueError(f"{name} must be > 0, got {gain}")
         check_backend(backend)
-        InverseSettings(iterations, start, ridge).check()
+        settings = InverseSettings.of(inverse, iterations, start, ridge, order)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.sequence = sequence
         self.normalize = normalize
-        self.iterations = iterations
-        self.start = start
-        self.ridge = ridge
+        self.inverse, self.iterations, self.start, self.ridge, self.order = settings
         self.backend = backend
         self.qv = nn.Linear(dim, 2 * dim, bias=qv_bias)
         self.sampler = create_sampler(
@@ -125,6 +125,11 @@ class SoftAttention(nn.Module):
         self.query_gain, self.output_gain, self.landmark_gain = gains.values()
         self.apply_gains()
 
+    @property
+    def inverse_settings(self) -> InverseSettings:
+        """Of the operator's inverse, as one record."""
+        return InverseSettings(self.inverse, self.iterations, self.start, self.ridge, self.order)
+
     @torch.no_grad()
     def apply_gains(self) -> None:
         """Multiply weights that were just drawn by the gains; a model that draws them anew calls it after that."""
@@ -135,7 +140,10 @@ class SoftAttention(nn.Module):
 
     def extra_repr(self) -> str:
         kind = "SOFT++" if self.normalize else "SOFT"
-        return f"{kind}, heads={self.num_heads}, iterations={self.iterations}, start={self.start}"
+        how = f"iterations={self.iterations}, start={self.start}"
+        if self.inverse == "solve":
+            how = f"inverse=solve, order={self.order}, ridge={self.ridge:g}"
+        return f"{kind}, heads={self.num_heads}, {how}"
 
     def forward(
         self,
@@ -164,9 +172,11 @@ class SoftAttention(nn.Module):
             key_mask=mask,
             landmark_mask=landmark_mask,
             normalize=self.normalize,
+            inverse=self.inverse,
             iterations=self.iterations,
             start=self.start,
             ridge=self.ridge,
+            order=self.order,
             backend=self.backend,
         )
         out = out.transpose(1, 2).flatten(2)
@@ -215,7 +225,7 @@ class SoftAttention(nn.Module):
             size,
             eps=sampler.norm.eps,
             normalize=self.normalize,
-            inverse=InverseSettings(self.iterations, self.start, self.ridge),
+            inverse=self.inverse_settings,
         )
 
 

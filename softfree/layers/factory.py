@@ -66,10 +66,18 @@ def create_attention(
     own = option_names(name)
     _check_known("attention", options, set().union(*map(option_names, CLASSES)))
     given = {key: value for key, value in options.items() if value is not None}
-    chosen = {**SETTINGS.get(name, {}), "sequence": sequence, **given}
+    chosen = {**default_settings(name, given), "sequence": sequence, **given}
     taken = {key: value for key, value in chosen.items() if key in own}
     _check_kinds(CLASSES[name], taken)
     return CLASSES[name](dim, num_heads, **taken)
+
+
+def default_settings(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an attention has that is not among ``options``; the authors' start and ridge are Newton's alone."""
+    settings = SETTINGS.get(name, {})
+    if options.get("inverse", "newton") == "newton":
+        return settings
+    return {key: value for key, value in settings.items() if key not in ("start", "ridge")}
 
 
 def check_attention(name: str) -> None:

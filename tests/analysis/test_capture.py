@@ -25,7 +25,7 @@ def explicit_matrix(layer: SoftLayer) -> torch.Tensor:
     """The n x n matrix, by letting the definition attend to an identity."""
     values = torch.eye(layer.tokens).double().expand(1, layer.heads, -1, -1)
     q, landmarks = layer.queries[None].double(), layer.landmarks[None].double()
-    inverse = InverseSettings(layer.iterations, layer.start, layer.ridge)
+    inverse = InverseSettings.newton(layer.iterations, layer.start, layer.ridge)
     settings = AttentionSettings(layer.scale, layer.normalize, inverse)
     out = reference.soft_attention(q, None, values, landmarks, None, None, settings)
     return layer.share * out[0]
@@ -211,6 +211,27 @@ def test_expected_residuals_are_those_measured(start, ridge):
     needed = layer.steps_needed()
     assert needed is not None
     assert measured[:, needed].max() <= 1e-2 < measured[:, needed - 1].max()
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_layer_that_solves_is_read_as_it_computes(order):
+    options = dict(landmarks="average", query_gain=30.0, inverse="solve", order=order)
+    for layer in capture(**options).soft_layers:
+        inverse = InverseSettings.solve(layer.ridge, layer.order)
+        assert inverse.ridge == {1: 0.01, 2: 0.1}[order]
+        settings = AttentionSettings(layer.scale, layer.normalize, inverse)
+        q, landmarks = layer.queries[None].double(), layer.landmarks[None].double()
+        values = torch.eye(layer.tokens).double().expand(1, layer.heads, -1, -1)
+        out = reference.soft_attention(q, None, values, landmarks, None, None, settings)[0]
+        torch.testing.assert_close(layer.rows(range(layer.tokens)), out.float(), atol=1e-5, rtol=0)
+        assert layer.residuals(3).shape == (layer.heads, 4)
+
+
+def test_a_solve_keeps_more_of_the_spectrum_than_the_halving_start():
+    line = torch.linspace(0, 4, 25)[:, None] * torch.ones(1, 1, 4)
+    newton = planted(line, start="halving")
+    solved = replace(newton, method="solve", ridge=0.1)
+    assert solved.kept_eigenvalues().item() > newton.kept_eigenvalues().item()
 
 
 def test_kept_eigenvalues_follow_the_steps():

@@ -23,6 +23,13 @@ def test_a_sound_model_has_no_warnings():
     assert all(row["residual"] < 1e-2 and row["steps_needed"] <= 20 for row in rows)
 
 
+def test_a_layer_that_solves_has_no_steps_to_take_or_to_need():
+    for row in examine(small(landmark_gain=0.5, inverse="solve"), torch.randn(3, 64, 64)):
+        assert (row["inverse"], row["steps"], row["steps_needed"]) == ("solve", None, None)
+        assert 0 < row["residual"] < 1e-2
+        assert not row["warnings"]
+
+
 def test_a_planted_near_singular_layer_is_found():
     model = small()
     nn.init.constant_(model.stages[1].blocks[0].attn.sampler.norm.weight, 1e-4)

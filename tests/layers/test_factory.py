@@ -210,6 +210,14 @@ def test_soft_and_softpp_are_the_authors_settings_unless_others_are_given():
     assert (softpp.normalize, softpp.start, softpp.ridge) == (True, "halving", 0.5)
 
 
+def test_a_solve_has_a_ridge_of_its_own_in_both_unless_one_is_given():
+    for name in ("soft", "softpp"):
+        assert images(name, inverse="solve").inverse_settings.ridge == 0.1
+        assert images(name, inverse="solve", order=1).inverse_settings.ridge == 0.01
+        given = images(name, inverse="solve", ridge=0.3).inverse_settings
+        assert (given.method, given.ridge, given.order) == ("solve", 0.3, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [

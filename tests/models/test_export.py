@@ -45,6 +45,16 @@ def test_one_onnx_file_serves_any_batch_and_size(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_that_solves_is_exported_without_a_factorisation(tmp_path):
+    model = small("softpp_tiny", inverse="solve", depths=(1, 1, 1, 1)).eval()
+    export_onnx(model, tmp_path / "m.onnx", img_size=64, metadata=METADATA)
+    loaded, _ = load_onnx(tmp_path / "m.onnx")
+    image = torch.randn(2, 3, 70, 91)
+    with torch.no_grad():
+        assert_same(loaded(image), model(image))
+
+
+@pytest.mark.slow
 def test_upernet_is_exported(tmp_path):
     from softfree.models.segmentation import upernet
 

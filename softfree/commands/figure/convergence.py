@@ -54,7 +54,8 @@ def convergence(
     views = as_inputs(pictures, subject, img_size)
     progress = track(views, "images", count, console=Console(stderr=True), transient=True)
     curves = residual_curves(subject.model, progress, iterations)
-    taken = {m.iterations for m in subject.model.modules() if isinstance(m, SoftAttention)}
+    layers = [m for m in subject.model.modules() if isinstance(m, SoftAttention)]
+    taken = {layer.iterations for layer in layers if layer.inverse == "newton"}
     what = f"{count} {'parts of a drawn picture' if paths is None else 'photos'}"
     save_figure(draw_convergence(curves, taken, f"{subject.title}, {what}"), output)
     return 0

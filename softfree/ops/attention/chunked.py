@@ -21,8 +21,8 @@ from torch import Tensor
 from softfree.ops.attention.mixing import (
     invert_landmarks,
     landmark_matrix,
+    mix,
     mixing_backward,
-    mixing_matrix,
 )
 from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.shared.precision import compute_dtype
@@ -50,7 +50,6 @@ def forward(
     """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), ``U = P V`` in :func:`sums_shape`."""
     points = _Landmarks(landmarks, landmark_mask, settings.scale)
     a, inverse = invert_landmarks(points.values, landmark_mask, settings)
-    mixing = mixing_matrix(a, inverse, settings.normalize)
     x = token_tensor(q, v.shape[-1])
     u = points.values.new_zeros(*landmarks.shape[:3], v.shape[-1])
     keys = _Tokens("keys", q if k is None else k, points)
@@ -59,14 +58,14 @@ def forward(
     for batch, key_chunks, query_chunks in _plan(q, keys.tokens, landmarks.shape[2]):
         for chunk in key_chunks:
             keys.collect(u, v, key_mask, batch, chunk)
-        w = (mixing[batch] @ u[batch]).flatten(0, 1)
+        w = mix(u[batch], a[batch], inverse[batch], settings).flatten(0, 1)
         for chunk in reversed(query_chunks):  # the last chunk's kernel is still there
             product(x[batch, :, chunk], queries.kernel(batch, chunk), w)
     return x, inverse, u if sums_shape(v, landmarks) == u.shape else u.new_empty(0)
 
 
-def inverse_shape(landmarks: Tensor) -> tuple[int, ...]:
-    """Of the inverse as :func:`forward` gives it."""
+def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, ...]:
+    """Of what :func:`forward` keeps of the inverse."""
     batch, heads, m, _ = landmarks.shape
     return batch, heads, m, m
 

@@ -141,9 +141,7 @@ def newton_inverse(
                 [0., 1.]])
     """
     _check_matrix(a)
-    settings = InverseSettings(iterations, start, ridge)
-    settings.check()
-    return invert(a, settings)
+    return invert(a, InverseSettings.newton(iterations, start, ridge))
 
 
 def invert(a: Tensor, settings: InverseSettings) -> Tensor:
@@ -172,7 +170,7 @@ def newton_residuals(
         torch.Size([7])
     """
     _check_matrix(a)
-    InverseSettings(iterations, start, ridge).check()
+    InverseSettings.newton(iterations, start, ridge)
     with torch.autocast(a.device.type, enabled=False):
         a = a.to(compute_dtype(a.dtype))
         b = add_ridge(a, ridge)

@@ -2,6 +2,9 @@
 
 The mixing matrix ``Y'`` is the inverse ``Y`` of the landmark kernel ``A`` (SOFT) or its normalised form
 ``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (SOFT++). No function here looks at a token.
+
+What is kept of the inverse for the backward pass is Y itself, by Newton's iteration, or the Cholesky factor of
+``A + ridge I``, by a solve.
 """
 
 import torch
@@ -9,7 +12,8 @@ from torch import Tensor
 
 from softfree.ops.attention.inverse import newton_iterate
 from softfree.ops.attention.reference import landmark_kernel, normalize_inverse
-from softfree.ops.attention.settings import AttentionSettings
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.attention.solve import cholesky_factor, solve, solve_backward
 
 
 def landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
@@ -21,15 +25,20 @@ def landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: floa
 def invert_landmarks(
     landmarks: Tensor, landmark_mask: Tensor | None, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor]:
-    """Kernel matrix and inverse of landmarks (batch, heads, m, d): two (batch, heads, m, m)."""
+    """Kernel matrix and what is kept of its inverse, of landmarks (batch, heads, m, d): two (batch, heads, m, m)."""
     a = landmark_matrix(landmarks, landmark_mask, settings.scale)
+    if settings.inverse.method == "solve":
+        return a, cholesky_factor(a, settings.inverse.ridge)
     on_cpu = a.device.type == "cpu"
     return a, newton_iterate(a, settings.inverse, may_stop_early=on_cpu)
 
 
-def mixing_matrix(a: Tensor, inverse: Tensor, normalize: bool) -> Tensor:
-    """``Y'``, (batch, heads, m, m)."""
-    return normalize_inverse(inverse, a) if normalize else inverse
+def mix(u: Tensor, a: Tensor, inverse: Tensor, settings: AttentionSettings) -> Tensor:
+    """``W = Y' U``, (batch, heads, m, d_v)."""
+    if settings.inverse.method == "solve":
+        root = _normalizers(a, settings.normalize)
+        return root * solve(inverse, root * u, settings.inverse.ridge, settings.inverse.order)
+    return (normalize_inverse(inverse, a) if settings.normalize else inverse) @ u
 
 
 def mixing_backward(
@@ -43,20 +52,18 @@ def mixing_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From dW to ``W = Y' U``, ``dU = Y'^T dW`` and the gradient of the landmarks through ``Y'`` alone.
 
-    ``dY' = dW U^T`` has the rank of the channels, so Eq. 12 needs no m x m x m product: with
-    ``left = Y^T D^-1/2 dW`` and ``right = Y D^-1/2 U``, ``dA = -Y^T dY Y^T = -left right^T``. What
-    reaches ``A`` through ``D`` is the same in a whole row. Through the exponential,
+    ``dY' = dW U^T`` has the rank of the channels, so no m x m x m product is needed: with
+    ``left = Y^T D^-1/2 dW`` and ``right = Y D^-1/2 U``, Eq. 12 is ``dA = -Y^T dY Y^T = -left right^T``; for a solve
+    see :func:`softfree.ops.attention.solve.solve_backward`. What reaches ``A`` through ``D`` is the same in a whole row. Through the exponential,
     ``dL_i = scale * sum_j (E_ij + E_ji) (L_j - L_i)`` with ``E = A * dA``.
 
     Args:
         grad_w, u: (batch, heads, m, d_v); a, inverse: (batch, heads, m, m);
             landmarks: (batch, heads, m, d), 0 where masked.
     """
-    root = a.sum(-1, keepdim=True).rsqrt() if settings.normalize else a.new_ones(())
+    root = _normalizers(a, settings.normalize)
     root_u, root_grad_w = root * u, root * grad_w
-    right = inverse @ root_u
-    left = inverse.mT @ root_grad_w
-    grad_a = -(left @ right.mT)
+    right, left, grad_a = _inverse_backward(inverse, root_u, root_grad_w, settings.inverse)
     if settings.normalize:
         rows = (root_grad_w * right + root_u * left).sum(-1, keepdim=True)
         grad_a = grad_a - 0.5 * root.square() * rows
@@ -68,3 +75,18 @@ def mixing_backward(
     e, points = e.double(), landmarks.double()
     grad_landmarks = (e @ points - e.sum(-1, keepdim=True) * points).to(landmarks.dtype)
     return root * right, root * left, grad_landmarks
+
+
+def _normalizers(a: Tensor, normalize: bool) -> Tensor:
+    """``D^-1/2`` as a column, (..., m, 1), or 1."""
+    return a.sum(-1, keepdim=True).rsqrt() if normalize else a.new_ones(())
+
+
+def _inverse_backward(
+    inverse: Tensor, x: Tensor, grad: Tensor, settings: InverseSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``Y x``, ``Y^T grad`` and the gradient of A."""
+    if settings.method == "solve":
+        return solve_backward(inverse, x, grad, settings.ridge, settings.order)
+    right, left = inverse @ x, inverse.mT @ grad
+    return right, left, -(left @ right.mT)

@@ -38,9 +38,11 @@ def soft_attention(
     landmark_mask: Tensor | None = None,
     scale: float | None = None,
     normalize: bool = True,
+    inverse: str = "newton",
     iterations: int = 20,
     start: str = "halving",
-    ridge: float = 0.0,
+    ridge: float | None = None,
+    order: int = 2,
     backend: str = "auto",
 ) -> Tensor:
     r"""Softmax-free attention through landmarks, linear in the number of tokens.
@@ -50,7 +52,8 @@ def soft_attention(
     .. math:: X = \kappa(Q, L)\, Y'\, (\kappa(L, K)\, V), \qquad A = \kappa(L, L),\; Y = A^{-1}
 
     where :math:`Y' = D^{-1/2} Y D^{-1/2}`, :math:`D = \mathrm{diag}(A 1)` (SOFT++) or :math:`Y' = Y`
-    (SOFT, ``normalize=False``). The inverse is regularised: see :func:`softfree.newton_inverse`.
+    (SOFT, ``normalize=False``). The inverse is regularised: see :func:`softfree.newton_inverse` and
+    :func:`softfree.ridge_solve`.
 
     Args:
         q: queries, (batch, heads, n_q, d); float16, bfloat16, float32 or float64. Scores, exponentials,
@@ -64,9 +67,14 @@ def soft_attention(
             where some pooling windows are empty.
         scale: factor of the squared distances; None: ``1 / sqrt(d)``.
         normalize: True for SOFT++, False for SOFT.
-        iterations: Newton steps of the inverse. Fewer steps cut off more small eigenvalues.
-        start: start value of the inverse, ``"halving"`` or ``"scaled"``, chosen per matrix.
-        ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01).
+        inverse: ``"newton"``, the papers' iteration, or ``"solve"``: one factorisation of ``A + ridge I``, faster,
+            with the exact gradient, and without a cut-off of small eigenvalues.
+        iterations: Newton steps. Fewer steps cut off more small eigenvalues.
+        start: start value of Newton's iteration, ``"halving"`` or ``"scaled"``, chosen per matrix.
+        ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01). None: what suits
+            the inverse, 0 for ``"newton"``; for ``"solve"`` 0.1 at order 2, 0.01 at order 1, and at least 1e-4.
+        order: of the solve: 1 for ``Y = G``, 2 for ``Y = G + ridge G^2`` with ``G = (A + ridge I)^-1``, which is
+            nearer the inverse.
         backend: ``"auto"``, fused Triton kernels on a CUDA device where they take the input, else
             ``"torch"`` (any device, bounded memory); ``"triton"`` insists on the kernels and says why they
             can't; ``"reference"``, the definition, for tests.
@@ -92,7 +100,7 @@ def soft_attention(
     settings = AttentionSettings(
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         normalize=bool(normalize),
-        inverse=InverseSettings(iterations, start, ridge),
+        inverse=InverseSettings.of(inverse, iterations, start, ridge, order),
     )
     settings.check()
     check_backend(backend)
@@ -221,7 +229,7 @@ def fake(q, k, v, landmarks, key_mask, landmark_mask, settings, backend):
     small = landmarks.new_empty(0, dtype=compute_dtype(q.dtype))
     return (
         token_tensor(q, v.shape[-1]),
-        small.new_empty(_implementation(backend).inverse_shape(landmarks)),
+        small.new_empty(_implementation(backend).inverse_shape(landmarks, settings)),
         small.new_empty(chunked.sums_shape(v, landmarks)),
     )
 
@@ -231,7 +239,11 @@ def flops(q, k, v, landmarks, key_mask, landmark_mask, settings, backend) -> int
     batch, heads, n, d = q
     m, d_v = landmarks[2], v[3]
     tokens = n * m * (d + d_v) + v[2] * m * (d_v if k is None else d + d_v)
-    matrices = m * m * d + 2 * settings.inverse.iterations * m**3 + m * m * d_v
+    matrices = m * m * d + m * m * d_v
+    if settings.inverse.method == "solve":
+        matrices += m**3 // 6 + (settings.inverse.order - 1) * m * m * d_v
+    else:
+        matrices += 2 * settings.inverse.iterations * m**3
     return 2 * batch * heads * (tokens + matrices)
 
 

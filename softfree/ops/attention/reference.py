@@ -8,6 +8,7 @@ from torch import Tensor
 
 from softfree.ops.attention.inverse import invert, newton_iterate
 from softfree.ops.attention.settings import AttentionSettings
+from softfree.ops.attention.solve import iterated_solve, ridge_solve
 from softfree.ops.shared.precision import compute_dtype
 
 
@@ -101,10 +102,15 @@ def soft_attention(
         if landmark_mask is not None:
             p = torch.where(landmark_mask[:, None, :, None], p, 0)
             r = torch.where(landmark_mask[:, None, None, :], r, 0)
-        y = invert_by(a, inverse)
-        if normalize:
-            y = normalize_inverse(y, a)
-        return (r @ (y @ (p @ v))).to(out_dtype)
+        u = p @ v
+        if inverse.method == "solve":
+            root = a.sum(-1, keepdim=True).rsqrt() if normalize else a.new_ones(())
+            solve = iterated_solve if exportable else ridge_solve
+            w = root * solve(a, root * u, ridge=inverse.ridge, order=inverse.order)
+        else:
+            y = invert_by(a, inverse)
+            w = (normalize_inverse(y, a) if normalize else y) @ u
+        return (r @ w).to(out_dtype)
 
 
 def _per_head(mask: Tensor | None) -> Tensor | None:

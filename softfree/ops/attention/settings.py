@@ -7,18 +7,54 @@ fields by itself.
 import math
 from typing import NamedTuple
 
+METHODS = ("newton", "solve")
 STARTS = ("scaled", "halving")
+ORDERS = (1, 2)
+# What a solve of this order is used with if nothing is said: their bias is r / lam and (r / lam)^2.
+SOLVE_RIDGE = {1: 0.01, 2: 0.1}
+# Below it float32 would not factor matrices of coinciding landmarks.
+LEAST_SOLVE_RIDGE = 1e-4
 
 
 class InverseSettings(NamedTuple):
-    """Of the regularised inverse, see :func:`softfree.newton_inverse`."""
+    """Of the regularised inverse, see :func:`softfree.newton_inverse` and :func:`softfree.ridge_solve`."""
 
+    method: str = "newton"
     iterations: int = 20
     start: str = "halving"
     ridge: float = 0.0
+    order: int = 2
+
+    @classmethod
+    def of(
+        cls, method: str, iterations: int, start: str, ridge: float | None, order: int
+    ) -> "InverseSettings":
+        """Checked; a ridge of None is what suits the method: none for Newton, that of its order for a solve."""
+        if ridge is None:
+            ridge = SOLVE_RIDGE.get(order, 0.0) if method == "solve" else 0.0
+        settings = cls(method, iterations, start, ridge, order)
+        settings.check()
+        return settings
+
+    @classmethod
+    def solve(cls, ridge: float | None, order: int) -> "InverseSettings":
+        """Of a solve, checked; a ridge of None is that of its order."""
+        return cls.of("solve", cls().iterations, cls().start, ridge, order)
+
+    @classmethod
+    def newton(cls, iterations: int, start: str, ridge: float) -> "InverseSettings":
+        """Of Newton's iteration, checked."""
+        settings = cls("newton", iterations, start, ridge)
+        settings.check()
+        return settings
 
     def check(self) -> None:
         """Raise if a setting makes no sense."""
+        if self.method not in METHODS:
+            methods = ", ".join(map(repr, METHODS))
+            raise ValueError(f"inverse must be one of {methods}, got {self.method!r}")
+        if self.order not in ORDERS or not isinstance(self.order, int) or self.order is True:
+            raise ValueError(f"order must be 1 or 2, got {self.order!r}")
         steps = self.iterations
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise ValueError(f"iterations must be an integer >= 0, got {steps!r}")
@@ -27,6 +63,10 @@ class InverseSettings(NamedTuple):
             raise ValueError(f"start must be one of {starts}, got {self.start!r}")
         if not isinstance(self.ridge, (int, float)) or not 0 <= self.ridge < math.inf:
             raise ValueError(f"ridge must be a finite number >= 0, got {self.ridge!r}")
+        if self.method == "solve" and self.ridge < LEAST_SOLVE_RIDGE:
+            raise ValueError(
+                f"ridge must be at least {LEAST_SOLVE_RIDGE} for inverse='solve', got {self.ridge!r}"
+            )
 
 
 class AttentionSettings(NamedTuple):

@@ -32,6 +32,7 @@ from softfree.ops.attention.kernels.tokens import (
     spread_kernel,
 )
 from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.attention.solve import cholesky_factor
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
@@ -147,10 +148,10 @@ def _fused(landmarks: int, hopper: bool) -> bool:
     return landmarks <= MAX_FUSED_LANDMARKS[_generation(hopper)]
 
 
-def inverse_shape(landmarks: Tensor) -> tuple[int, ...]:
-    """Of the inverse as :func:`forward` gives it: where one program makes it, its lower triangle alone."""
+def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, ...]:
+    """Of what :func:`forward` keeps of the inverse: where one program makes it, its lower triangle alone."""
     batch, heads, m, _ = landmarks.shape
-    if _fused(m, devices.is_hopper(landmarks.device)):
+    if _fused(m, devices.is_hopper(landmarks.device)) and settings.inverse.method == "newton":
         return batch, heads, m * (m + 1) // 2
     return batch, heads, m, m
 
@@ -180,7 +181,7 @@ def forward(
     """As :func:`softfree.ops.attention.chunked.forward`, with the inverse in :func:`inverse_shape`."""
     shape = _Shape.of(q, v, landmarks)
     x = token_tensor(q, shape.d_v)
-    inverse = _float32(landmarks, *inverse_shape(landmarks))
+    inverse = _float32(landmarks, *inverse_shape(landmarks, settings))
     u = _float32(landmarks, *sums_shape(v, landmarks))
     if x.numel() == 0:
         return x, inverse, u
@@ -190,7 +191,8 @@ def forward(
     key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
     flags = _flags(q)
     scale, iterations = settings.scale, settings.inverse.iterations
-    newton = dict(
+    newton = settings.inverse.method == "newton"
+    steps = dict(
         NORMALIZE=settings.normalize,
         HALVING=settings.inverse.start == "halving",
         SPLIT=iterations <= MAX_SPLIT_ITERATIONS,
@@ -198,7 +200,7 @@ def forward(
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
     log2_scale = scale * math.log2(math.e)
     n, n_k = q.shape[2], keys.shape[2]
-    if _one_launch(max(n, n_k), shape, q):
+    if newton and _one_launch(max(n, n_k), shape, q):
         tile = _tile("short_forward", shape)
         short_forward_kernel[(shape.rows,)](
             q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse,
@@ -206,18 +208,22 @@ def forward(
             *_strides(q), *_strides(keys), *_strides(v), *_strides(x),
             scale, log2_scale, iterations, settings.inverse.ridge,
             BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-            **masks, **newton, **flags, num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
+            **masks, **steps, **flags, num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
         )  # fmt: skip
         return x, inverse, u
     _, parts = _collect(keys, None, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
-    if shape.fused:
-        w = _mix(parts, landmarks, landmark_mask, inverse, u, settings, shape, newton)
+    if newton and shape.fused:
+        w = _mix(parts, landmarks, landmark_mask, inverse, u, settings, shape, steps)
     else:
         sums = _sum(parts, shape)
         u = sums if u.numel() > 0 else u
         a = _landmark_matrix(landmarks, landmark_mask, scale)
-        inverse = _newton_inverse(a, settings.inverse)
-        w = torch_mixing.mixing_matrix(a, inverse, settings.normalize) @ sums
+        inverse = (
+            _newton_inverse(a, settings.inverse)
+            if newton
+            else cholesky_factor(a, settings.inverse.ridge)
+        )
+        w = torch_mixing.mix(sums, a, inverse, settings)
     _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
     return x, inverse, u
 
@@ -248,6 +254,7 @@ def backward(
     key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
     flags = _flags(q)
     scale, normalize = settings.scale, settings.normalize
+    newton = settings.inverse.method == "newton"
     log2_scale = scale * math.log2(math.e)
     blocks = dict(BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c)
     masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
@@ -256,7 +263,7 @@ def backward(
     outputs = (grad_q, grad_keys, grad_v)
     sizes = (shape.heads, n, n_k, shape.m, shape.d, shape.d_v)
     strides = [stride for t in (grad, q, keys, v, *outputs) for stride in _strides(t)]
-    if _one_launch(max(n, n_k), shape, q):
+    if newton and _one_launch(max(n, n_k), shape, q):
         tile = _tile("short_backward", shape)
         short_backward_kernel[(shape.rows,)](
             *tensors, inverse, *outputs, grad_landmarks, *sizes, *strides, scale, log2_scale,
@@ -279,7 +286,7 @@ def backward(
     dl_parts = stretches + key_stretches
     dl = _float32(q, shape.rows, 1 + dl_parts, shape.m, shape.d)
     done = torch.empty((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
-    if shape.fused:
+    if newton and shape.fused:
         w, du = (_float32(q, shape.rows, shape.m, shape.d_v) for _ in range(2))
         parts = u_parts.shape[1], dw_parts.shape[1]
         mixing_backward_kernel[(shape.rows,)](

@@ -1,0 +1,159 @@
+"""The operator with ``inverse="solve"``: every backend against the definition, and an exact gradient."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import softfree
+from tests.ops.attention.problems import attend, errors, random_problem, relative_error, solve
+
+CASES = {
+    "plain": dict(),
+    "one token": dict(n=1),
+    "one landmark": dict(m=1),
+    "cross-attention": dict(n=11, n_k=23, d_v=5),
+    "masks": dict(masked=True, landmarks_masked=True),
+    "masked cross-attention": dict(n_k=23, masked=True, landmarks_masked=True),
+    "smooth tokens": dict(n=64, m=16, smooth=True),
+    "many landmarks": dict(n=40, m=70, smooth=True, batch=1),
+    "many tokens": dict(n=1100, m=5, batch=1, heads=1),
+}
+VARIANTS = [
+    dict(normalize=True),
+    dict(normalize=False, order=1),
+    dict(normalize=True, order=2, ridge=1e-3),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_backend_torch_computes_the_definition(case, variant):
+    problem = random_problem(**CASES[case])
+    settings = dict(inverse="solve", **variant)
+    expected = solve(problem, "reference", **settings)
+    assert max(errors(solve(problem, "torch", **settings), expected).values()) < 1e-10
+    in_float32 = errors(
+        solve(problem.rounded(torch.float32), "torch", torch.float32, **settings),
+        solve(problem.rounded(torch.float32), "reference", **settings),
+    )
+    assert in_float32["out"] < 1e-5
+    assert max(in_float32.values()) < 1e-4
+
+
+def test_the_definition_is_the_formula_with_the_inverse_written_out():
+    problem = random_problem(n=12, m=5, batch=1, heads=1)
+    kernel = softfree.ops.attention.reference.gaussian_kernel
+    scale = problem.q.shape[-1] ** -0.5
+    a = kernel(problem.landmarks, problem.landmarks, scale)
+    r = kernel(problem.q, problem.landmarks, scale)
+    g = torch.linalg.inv(a + 0.1 * torch.eye(5, dtype=a.dtype))
+    d = torch.diag_embed(a.sum(-1).rsqrt())
+    expected = r @ d @ (g + 0.1 * g @ g) @ d @ r.mT @ problem.v
+    torch.testing.assert_close(attend(problem, inverse="solve"), expected)
+    expected = r @ torch.linalg.inv(a + 0.01 * torch.eye(5, dtype=a.dtype)) @ r.mT @ problem.v
+    got = attend(problem, inverse="solve", order=1, normalize=False)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("kind", ["apart", "coinciding"])
+def test_the_gradient_is_exact_in_every_argument(backend, order, kind):
+    problem = random_problem(n=4, m=4, d=3, n_k=5, batch=1, heads=1)
+    landmarks = problem.landmarks
+    if kind == "coinciding":
+        landmarks = landmarks[:, :, :2].repeat(1, 1, 2, 1)
+    inputs = (problem.q, problem.k, problem.v, landmarks)
+    inputs = tuple(t.detach().requires_grad_() for t in inputs)
+
+    def call(*tensors):
+        return softfree.soft_attention(*tensors, inverse="solve", order=order, backend=backend)
+
+    assert torch.autograd.gradcheck(call, inputs)
+    alone = (inputs[0], inputs[2].detach()[:, :, :4].requires_grad_(), inputs[3])
+    assert torch.autograd.gradcheck(lambda q, v, marks: call(q, None, v, marks), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_as_exact_as_its_inputs(dtype):
+    problem = random_problem(n=64, m=16, d=32, smooth=True).rounded(dtype)
+    got = attend(problem.map(lambda t: t.to(dtype)), "torch", inverse="solve")
+    assert got.dtype == dtype
+    limit = 2 * torch.finfo(dtype).eps
+    assert relative_error(got, attend(problem, inverse="solve")) < limit
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_sample_does_not_depend_on_its_batch(backend):
+    problem = random_problem(n=33, m=9, batch=3)
+    whole = attend(problem, backend, inverse="solve")
+    one = attend(problem.map(lambda t: t[1:2]), backend, inverse="solve")
+    torch.testing.assert_close(whole[1:2], one, rtol=1e-13, atol=1e-13)
+
+
+def test_the_registered_operator_passes_opcheck():
+    problem = random_problem(n=9, m=4, masked=True, landmarks_masked=True)
+    tensors = [
+        problem.q,
+        None,
+        problem.v,
+        problem.landmarks,
+        problem.key_mask,
+        problem.landmark_mask,
+    ]
+    tensors = [t if t is None or t.dtype == torch.bool else t.requires_grad_() for t in tensors]
+    settings = (0.5, True, "solve", 20, "halving", 0.1, 2)
+    torch.library.opcheck(torch.ops.softfree.attention.default, (*tensors, *settings, "torch"))
+
+
+def test_compiled_it_is_the_same():
+    problem = random_problem(n=40, m=9, smooth=True).map(lambda t: t.float())
+
+    def call(q, v, landmarks):
+        return softfree.soft_attention(q, None, v, landmarks, inverse="solve")
+
+    inputs = (problem.q, problem.v, problem.landmarks)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), call(*inputs))
+
+
+def test_it_costs_fewer_operations_than_the_iteration():
+    problem = random_problem(n=40, m=9).map(lambda t: t.float())
+    counts = {}
+    for inverse in ("newton", "solve"):
+        with FlopCounterMode(display=False) as counter:
+            attend(problem, "torch", inverse=inverse)
+        counts[inverse] = counter.get_total_flops()
+    m, d = 9, 8
+    assert counts["newton"] - counts["solve"] == 2 * 4 * (40 * m**3 - m**3 // 6 - m * m * d)
+
+
+def test_exported_it_is_the_same():
+    problem = random_problem(n=40, m=49, d=16, smooth=True, landmarks_masked=True).map(
+        lambda t: t.float()
+    )
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, v, landmarks, mask):
+            return softfree.soft_attention(
+                q, None, v, landmarks, landmark_mask=mask, inverse="solve"
+            )
+
+    inputs = (problem.q, problem.v, problem.landmarks, problem.landmark_mask)
+    program = torch.export.export(Attend(), inputs)
+    names = {str(node.target) for node in program.graph.nodes}
+    assert not any("softfree" in name or "cholesky" in name for name in names)
+    assert relative_error(program.module()(*inputs), Attend()(*inputs)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(inverse="lu"), "inverse must be one of 'newton', 'solve', got 'lu'"),
+        (dict(inverse="solve", ridge=0.0), "ridge must be at least 0.0001 for inverse='solve'"),
+        (dict(inverse="solve", order=3), "order must be 1 or 2, got 3"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        attend(random_problem(), **settings)
