@@ -52,7 +52,7 @@ class SoftAttention(nn.Module):
             number grows with the input: one per ``stride`` x ``stride`` window) or with the largest
             count, ``"conv:49"``, which makes the cost linear in the tokens at any size.
         stride: side of the window behind one landmark (its length, for sequences).
-        value_conv: side of the depthwise convolution of V over the image (one filter a head); 0: none.
+        value_conv: side of the depthwise convolution of V over the image (one filter per head); 0: none.
             Cross-attention leaves it out, since there the values lie at other places than the queries.
         sequence: tokens are a sequence (``size=None``); ``value_conv`` then runs along it.
         normalize: SOFT++ (True) or SOFT (False).
@@ -230,7 +230,7 @@ class SoftAttention(nn.Module):
 
 
 class ValueConv(nn.Module):
-    """Depthwise convolution of the values over the image, one filter a head shared by its channels.
+    """Depthwise convolution of the values over the image, one filter per head, shared by its channels.
 
     Prefix tokens (a class token) pass unchanged; masked tokens count as 0.
     """

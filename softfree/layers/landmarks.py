@@ -123,7 +123,7 @@ class _WindowLandmarks(nn.Module):
         self, q: Tensor, mask: Tensor | None, grid: tuple[int, int], window: tuple[int, int]
     ) -> Tensor:
         """One landmark of each window of the grid's tokens: (batch, heads, m, d)."""
-        raise NotImplementedError("a window sampler reduces its windows")
+        raise NotImplementedError
 
     def layout(self, tokens: int, size: Size) -> tuple[int, tuple[int, int], tuple[int, int]]:
         """How many of the tokens are a prefix, the grid of the others, and a window of it."""
@@ -262,7 +262,7 @@ class _TokenLandmarks(nn.Module):
 
     def choose(self, tokens: int | Tensor, count: int, device: torch.device) -> Tensor:
         """``count`` different positions below ``tokens``, rising; a row each if ``tokens`` is (batch, 1)."""
-        raise NotImplementedError("a token sampler chooses positions")
+        raise NotImplementedError
 
     def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
         tokens = q.shape[2]

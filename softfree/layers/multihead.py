@@ -34,7 +34,7 @@ class MultiHeadAttention(nn.Module):
 
         ``size`` and ``mask`` (batch, n_k) are those of the keys; every sample has a key to attend to.
         """
-        raise NotImplementedError("an attention attends")
+        raise NotImplementedError
 
     def forward(
         self,
@@ -92,7 +92,7 @@ def check_tokens(x: Tensor, source: Tensor, mask: Tensor | None, dim: int) -> No
         raise TypeError(f"mask must be a bool tensor, True for real tokens, got {given}")
     if mask.shape != source.shape[:2]:
         raise ValueError(
-            f"mask must have shape {tuple(source.shape[:2])}, one value a token, "
+            f"mask must have shape {tuple(source.shape[:2])}, one value per token, "
             f"got {tuple(mask.shape)}"
         )
 

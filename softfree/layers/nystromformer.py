@@ -33,7 +33,7 @@ class NystromformerAttention(MultiHeadAttention):
             not matter here: landmarks are means. Without a number images have one per window, sequences 64.
         stride: side of a landmark's window, for images.
         inverse_steps: of the iteration.
-        value_conv: side of the depthwise convolution of V (its length, for sequences), one filter a head;
+        value_conv: side of the depthwise convolution of V (its length, for sequences), one filter per head;
             0: none; None: 33 for sequences, 9 for images.
         sequence: tokens are a sequence. Its landmarks are means of equal stretches of the real tokens.
 

@@ -54,12 +54,12 @@ class Backbone(nn.Module):
 
     def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Yield (tokens, size) after each part that counts as a feature, in order."""
-        raise NotImplementedError("a backbone yields its features")
+        raise NotImplementedError
 
     @property
     def num_feature_parts(self) -> int:
         """How many features :meth:`iterate_features` yields."""
-        raise NotImplementedError("a backbone knows its parts")
+        raise NotImplementedError
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -91,7 +91,7 @@ class Backbone(nn.Module):
         return self.norm(tokens)
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """Tokens to one vector a sample, as ``global_pool`` says; unchanged for ``""``."""
+        """Tokens to one vector per sample, as ``global_pool`` says; unchanged for ``""``."""
         if self.global_pool == "token":
             return tokens[:, 0]
         if self.global_pool == "avg":
@@ -183,7 +183,7 @@ class Backbone(nn.Module):
 
     def prune_after(self, last: int) -> None:
         """Drop the parts after number ``last``."""
-        raise NotImplementedError("a backbone knows its parts")
+        raise NotImplementedError
 
 
 def _take_indices(parts: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:

@@ -58,11 +58,13 @@ def available_reductions(name: str, arguments: dict[str, Any]) -> list[int]:
     return available
 
 
-def pretrained_arguments(name: str, checkpoint: str | Path, **kwargs: Any) -> dict[str, Any]:
+def pretrained_arguments(name: str, checkpoint: str | Path | None, **kwargs: Any) -> dict[str, Any]:
     """Keywords that make timm start ``name`` from ``checkpoint``: a weights file, or a folder with one.
 
-    The classifier in it is left out. Everything else must be there.
+    The classifier in it is left out. Everything else must be there. Without a checkpoint there are none.
     """
+    if checkpoint is None:
+        return {}
     path = Path(checkpoint)
     if path.is_dir():
         _check_task(path)
@@ -127,7 +129,7 @@ class PyramidFeatures(nn.Module):
         super().__init__()
         arguments = backbone_arguments(name, **kwargs)
         available = available_reductions(name, arguments)
-        weights = pretrained_arguments(name, checkpoint, **arguments) if checkpoint else {}
+        weights = pretrained_arguments(name, checkpoint, **arguments)
         body: Any = timm.create_model(
             name,
             features_only=True,
@@ -144,6 +146,6 @@ class PyramidFeatures(nn.Module):
         set_grad_checkpointing(self.body, enable)
 
     def forward(self, image: Tensor) -> list[Tensor]:
-        """(batch, 3, H, W), sides divisible by 32, to (batch, channels, H / r, W / r) a reduction r."""
+        """(batch, 3, H, W), sides divisible by 32, to (batch, channels, H / r, W / r) for each reduction r."""
         maps = self.body(image)
         return [x.permute(0, 3, 1, 2) for x in maps] if self.channels_last else maps

@@ -1,4 +1,4 @@
-"""How the families reach timm: one entry in its registry a name."""
+"""How the families reach timm: one entry in its registry per name."""
 
 import sys
 from typing import Any

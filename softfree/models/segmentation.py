@@ -91,15 +91,11 @@ def upernet(
     check_at_least(2, width=width)
     arguments = backbone_arguments(backbone, **(backbone_kwargs or {}))
     available_reductions(backbone, arguments)
-    weights = (
-        pretrained_arguments(backbone, backbone_checkpoint, **arguments)
-        if backbone_checkpoint
-        else {}
-    )
-    weights.pop("pretrained", None)
+    weights = pretrained_arguments(backbone, backbone_checkpoint, **arguments)
+    pretrained = weights.pop("pretrained", None)
     network = smp.UPerNet(
         f"tu-{backbone}",
-        encoder_weights=True if backbone_checkpoint else None,
+        encoder_weights=pretrained,
         decoder_channels=width,
         classes=num_classes,
         upsampling=1,

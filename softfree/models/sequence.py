@@ -123,7 +123,7 @@ class SequenceClassifier(nn.Module):
         return self.head(torch.cat([a, b, a * b, a - b], -1))
 
     def forward_features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, n) to one vector a sequence, (batch, dim)."""
+        """(batch, n) to one vector per sequence, (batch, dim)."""
         if tokens.shape[1] > self.length:
             raise ValueError(
                 f"tokens: the model takes sequences of at most {self.length}, got {tokens.shape[1]}"

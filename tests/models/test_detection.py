@@ -145,13 +145,13 @@ def test_pictures_that_are_resized_already_stay_so(create):
 @pytest.mark.parametrize("create", [retinanet, mask_rcnn])
 @pytest.mark.parametrize("name", ["num_classes", "width", "anchor_size"])
 def test_sizes_of_none_are_refused_by_name(create, name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
         create("softpp_tiny", **{name: 0})
 
 
 @pytest.mark.parametrize("width", [7, 28, 260])
 def test_channels_that_the_heads_norm_can_not_share_out_are_refused(width):
-    with pytest.raises(ValueError, match="width must be a multiple of"):
+    with pytest.raises(ValueError, match="`width` must be a multiple of"):
         retinanet("softpp_tiny", width=width, head_norm=True)
 
 

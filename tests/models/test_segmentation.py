@@ -99,5 +99,5 @@ def test_activations_can_be_recomputed():
 
 @pytest.mark.parametrize("given", [dict(num_classes=0), dict(width=1)])
 def test_decoders_without_classes_or_channels_are_refused(given):
-    with pytest.raises(ValueError, match=f"{next(iter(given))} must be at least"):
+    with pytest.raises(ValueError, match=f"`{next(iter(given))}` must be at least"):
         upernet("softpp_tiny", **given)

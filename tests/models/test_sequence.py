@@ -180,7 +180,7 @@ def test_the_encoder_runs_under_autocast_with_masks(attention):
 @pytest.mark.parametrize("name", ["vocab_size", "length", "num_classes", "depth", "mlp_dim"])
 def test_sizes_of_none_are_refused_by_name(name):
     sizes = {"vocab_size": 20, "length": 40, "num_classes": 3, name: 0}
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
         SequenceClassifier(**sizes)
 
 
