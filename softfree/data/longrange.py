@@ -81,6 +81,13 @@ TASKS = {
 }  # fmt: skip
 
 
+def find_task(name: str) -> LongRangeTask:
+    """The task of this name."""
+    if name not in TASKS:
+        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {name!r}")
+    return TASKS[name]
+
+
 class LongRangeDataset(Dataset):
     """Map-style; an item is (tokens, label), tokens int64 (n,), or a list of two of them for pairs."""
 
@@ -133,9 +140,7 @@ def load_longrange(
         listops_sizes: ListOps samples in train, dev and test.
         report: called with the number of ListOps samples made so far.
     """
-    if name not in TASKS:
-        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {name!r}")
-    task = TASKS[name]
+    task = find_task(name)
     if name == "listops":
         found = listops.load(data_dir or cache_folder(), listops_sizes, seed, report=report)
         train, dev, test = (

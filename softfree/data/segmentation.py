@@ -55,7 +55,7 @@ class SegmentationBatch(NamedTuple):
     """
 
     images: Any
-    masks: Any
+    class_maps: Any
     unreadable: list[Unreadable]
 
 
@@ -81,8 +81,8 @@ class SegmentationDataset(Dataset):
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Picture and class map (H, W) uint8."""
-        image, mask = self.pairs[index]
-        return open_image(image), self.classes[read_class_ids(mask)]
+        image, class_map = self.pairs[index]
+        return open_image(image), self.classes[read_class_ids(class_map)]
 
     def name(self, index: int) -> str:
         """The picture's file, for messages."""
@@ -96,8 +96,8 @@ class SegmentationDataset(Dataset):
         if picture.size != classes.shape[::-1]:
             return Unreadable(self.name(index), _sizes(picture.size, classes.shape[::-1]))
         image = tv_tensors.Image(v2.functional.pil_to_tensor(picture))
-        mask = tv_tensors.Mask(torch.from_numpy(classes).long())
-        return (image, mask) if self.transform is None else self.transform(image, mask)
+        class_map = tv_tensors.Mask(torch.from_numpy(classes).long())
+        return (image, class_map) if self.transform is None else self.transform(image, class_map)
 
 
 class ShapeSegmentation(SegmentationDataset):
@@ -198,9 +198,9 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
     """Raise if a class map has another size than its picture, or a value that is not the data set's."""
     ids, bad = dataset.ids, []
     known = [*ids, *dataset.ignored]
-    for image, mask in dataset.pairs:
+    for image, class_map in dataset.pairs:
         try:
-            values = read_class_ids(mask)
+            values = read_class_ids(class_map)
             with Image.open(image) as picture:
                 size = picture.size
                 # Read upright later: quarter turns are told by the EXIF orientation.
@@ -211,10 +211,10 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
             continue
         beyond = np.setdiff1d(values, known)
         if size != values.shape[::-1]:
-            bad.append(f"{mask}: {_sizes(size, values.shape[::-1])}")
+            bad.append(f"{class_map}: {_sizes(size, values.shape[::-1])}")
         elif len(beyond):
             bad.append(
-                f"{mask}: class {beyond[0]}, but there are {len(ids)} ({ids[0]} to {ids[-1]}) "
+                f"{class_map}: class {beyond[0]}, but there are {len(ids)} ({ids[0]} to {ids[-1]}) "
                 f"and {' and '.join(map(str, dataset.ignored))} to ignore"
             )
     if bad:
@@ -267,10 +267,10 @@ class EvalTransform:
 
     short_side: int | None
 
-    def __call__(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, image: Tensor, class_map: Tensor) -> tuple[Tensor, Tensor]:
         if self.short_side is not None:
             image = v2.functional.resize(image, [self.short_side])
-        return v2.ToPureTensor()(image, mask)
+        return v2.ToPureTensor()(image, class_map)
 
 
 def collate_segmentation(samples: Iterable[Sample], *, refill: bool = False) -> SegmentationBatch:
@@ -283,8 +283,8 @@ def collate_segmentation(samples: Iterable[Sample], *, refill: bool = False) -> 
     if not readable:
         empty = torch.empty(0, dtype=torch.uint8)
         return SegmentationBatch(empty.reshape(0, 3, 0, 0), empty.reshape(0, 0, 0), unreadable)
-    images, masks = zip(*readable, strict=True)
-    return SegmentationBatch(torch.stack(images), torch.stack(masks), unreadable)
+    images, class_maps = zip(*readable, strict=True)
+    return SegmentationBatch(torch.stack(images), torch.stack(class_maps), unreadable)
 
 
 def collate_pictures(samples: Iterable[Sample]) -> SegmentationBatch:
@@ -327,10 +327,10 @@ def _cityscapes(root: Path, split: str) -> Split:
     ]
     ready = Path(f"{stems[0]}_gtFine_labelTrainIds.png").is_file()
     suffix = "_gtFine_labelTrainIds.png" if ready else "_gtFine_labelIds.png"
-    masks = [stem + suffix for stem in stems]
-    _check_there(masks)
-    _check_pictures(root / "gtFine" / split, suffix, masks, folder)
-    pairs = list(zip(images, masks, strict=True))
+    class_maps = [stem + suffix for stem in stems]
+    _check_there(class_maps)
+    _check_pictures(root / "gtFine" / split, suffix, class_maps, folder)
+    pairs = list(zip(images, class_maps, strict=True))
     if ready:
         return SegmentationDataset(pairs, np.arange(256, dtype=np.uint8), range(len(names))), names
     return SegmentationDataset(pairs, by_id, range(CITYSCAPES_IDS)), names
@@ -348,12 +348,12 @@ def _voc(root: Path, split: str) -> Split:
     names = path.read_text().split()
     if not names:
         raise ValueError(f"{path} names no pictures")
-    masks = [str(root / "SegmentationClass" / f"{name}.png") for name in names]
+    class_maps = [str(root / "SegmentationClass" / f"{name}.png") for name in names]
     missing = [name for name in names if name not in pictures]
     if missing:
         raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, named in {path}")
-    _check_there(masks)
-    pairs = [(pictures[name], mask) for name, mask in zip(names, masks, strict=True)]
+    _check_there(class_maps)
+    pairs = [(pictures[name], class_map) for name, class_map in zip(names, class_maps, strict=True)]
     classes = np.arange(256, dtype=np.uint8)
     return SegmentationDataset(pairs, classes, range(len(VOC_CLASSES))), VOC_CLASSES
 
@@ -381,14 +381,16 @@ def _folder(folder: Path, split: str) -> Path:
     raise FileNotFoundError(f"{folder} has no folder {' or '.join(SPLITS[split])}")
 
 
-def _pairs(images: Path, masks: Path) -> list[tuple[str, str]]:
+def _pairs(images: Path, class_maps: Path) -> list[tuple[str, str]]:
     """Pictures and the class maps of the same name, which are PNG files."""
     found = image_files(images)
     if not found:
         raise FileNotFoundError(f"{images} has no pictures ({', '.join(EXTENSIONS)})")
-    paths = [str((masks / Path(path).relative_to(images)).with_suffix(".png")) for path in found]
+    paths = [
+        str((class_maps / Path(path).relative_to(images)).with_suffix(".png")) for path in found
+    ]
     _check_there(paths)
-    _check_pictures(masks, ".png", paths, images)
+    _check_pictures(class_maps, ".png", paths, images)
     return list(zip(found, paths, strict=True))
 
 
@@ -408,7 +410,5 @@ def _check_pictures(folder: Path, suffix: str, paired: Sequence[str], images: Pa
         )
 
 
-def _sizes(picture: tuple[int, ...], mask: tuple[int, ...]) -> str:
-    return (
-        f"the class map has {mask[0]} x {mask[1]} pixels, the picture {picture[0]} x {picture[1]}"
-    )
+def _sizes(picture: tuple[int, ...], class_map: tuple[int, ...]) -> str:
+    return f"the class map has {class_map[0]} x {class_map[1]} pixels, the picture {picture[0]} x {picture[1]}"

@@ -33,7 +33,7 @@ from softfree.training.devices import autocast
 from softfree.training.distributed import Agreement, Processes
 from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
 from softfree.training.loading import read_batches
-from softfree.training.logs import EVAL_CSV, TRAIN_CSV, RunLog, Timer, peak_memory_gib
+from softfree.training.logs import RunLog, Timer, peak_memory_gib
 from softfree.training.sampling import (
     Augmented,
     EvalSampler,
@@ -474,39 +474,24 @@ class _Training:
     def _note_unreadable(self, file: Unreadable) -> None:
         if file.path not in self.unreadable:
             self.unreadable[file.path] = file.reason
-            self.log.warn(f"skipped {file.path}: {file.reason}")
+            self.log.unreadable(file)
 
     def _autocast(self) -> torch.autocast:
         return autocast(self.optim.amp_dtype, self.device)
 
     def _read_and_log(self, timer: Timer, last_batch: Any) -> None:
-        position, log = self.position, self.log
+        position = self.position
         means, skipped, in_a_row = self.optimizer.read()
         position.skipped += skipped
-        per_second = timer.read()
         numbers = {
             "epoch": position.step / self.steps_per_epoch,
             **means,
             "lr": self.schedule(position.step - 1),
-            "samples_per_s": per_second,
+            "samples_per_s": timer.read(),
             "peak_gib": peak_memory_gib(self.device),
             "skipped_steps": position.skipped,
         }
-        log.record(TRAIN_CSV, position.step, numbers)
-        # A row of 80 columns has no room for a loss's parts.
-        text = f"loss {means['loss']:.4g}"
-        log.tick(position.step, f"{text}  {per_second:,.0f}/s")
-        if not log.console.is_terminal:
-            log.say(
-                f"step {position.step:,}/{self.schedule.total:,}  {text}  lr {numbers['lr']:.2e}  "
-                f"{per_second:,.0f} samples/s  peak {numbers['peak_gib']:.2f} GiB"
-            )
-        if skipped:
-            log.say(
-                f"step {position.step:,}: left out {skipped} of the last steps, whose gradients were not "
-                "finite",
-                "yellow",
-            )
+        self.log.steps_done(position.step, numbers, skipped)
         if in_a_row >= self.run.max_skipped:
             seed_all(
                 self.run.seed, position.step, self.optim.grad_accum_steps - 1, self.processes.rank
@@ -552,28 +537,18 @@ class _Training:
         if better:
             position.best, position.best_step = score, position.step
             self._save(self.best, with_state=False)
-        epoch = position.step / self.steps_per_epoch
-        self.log.record(
-            EVAL_CSV,
+        unreadable = set(distributed.gather([*self.unreadable], self.processes))
+        self.log.evaluated(
             position.step,
             {
-                "epoch": epoch,
+                "epoch": position.step / self.steps_per_epoch,
                 **scores,
-                "unreadable_files": len(
-                    set(distributed.gather([*self.unreadable], self.processes))
-                ),
+                "unreadable_files": len(unreadable),
                 "seconds": time.monotonic() - began,
             },
+            shown=self.task.headline or tuple(scores),
+            best=None if better else position.best,
         )
-        shown = self.task.headline or scores
-        text = "  ".join(
-            # Counts are whole: 50,000, not 5e+04.
-            f"{name} {scores[name]:{',' if isinstance(scores[name], int) else '.4g'}}"
-            for name in shown
-            if name in scores
-        )
-        mark = "  (best so far)" if better else f"  (best: {position.best:.4g})"
-        self.log.say(f"epoch {epoch:.4g}: {text}{mark}")
         return scores
 
     def _until_stopped(self, batches: Generator[Any], stop_request: StopRequest) -> Generator[Any]:
@@ -640,14 +615,11 @@ class _Training:
         if self.processes.main:
             settings = self.run.output / checkpoint.SETTINGS
             checkpoint.write_durably(settings, self.settings_json.encode())
-        trainable = sum(p.numel() for p in self.plain.parameters() if p.requires_grad)
-        where = f"{self.processes.count} x {self.device.type}"
-        self.log.say(
-            f"{self.task.name}: {trainable / 1e6:.2f} M trainable parameters, "
-            f"{self.schedule.total:,} steps of {self.sampler.global_batch} on {where}"
+        self.log.begun(
+            self.task.name,
+            self.position.step,
+            parameters=sum(p.numel() for p in self.plain.parameters() if p.requires_grad),
+            batch=self.sampler.global_batch,
+            where=f"{self.processes.count} x {self.device.type}",
+            samples=(len(self.task.train_data), len(self.task.eval_data)),
         )
-        self.log.say(
-            f"{len(self.task.train_data):,} training and {len(self.task.eval_data):,} validation samples"
-        )
-        if self.position.step:
-            self.log.say(f"going on from step {self.position.step:,}")

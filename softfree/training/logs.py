@@ -7,7 +7,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from softfree.data.images import Unreadable
 from softfree.training.checkpoint import write_durably
 
 TRAIN_CSV, EVAL_CSV = "train.csv", "eval.csv"
@@ -31,7 +32,7 @@ class RunLog:
     """
 
     def __init__(self, output: Path, start: int, total: int, active: bool):
-        self.output = output
+        self.output, self.total = output, total
         self.active = active
         self.console = Console(highlight=False, quiet=not active)
         # Lines of a file are for programs, too: they stay whole.
@@ -92,16 +93,72 @@ class RunLog:
             config = json.loads(settings_json)
             self.wandb = wandb.init(project="softfree", dir=self.output, config=config)
 
-    def say(self, text: str, style: str = "") -> None:
-        """A line for the user."""
-        self.console.print(text, style=style, markup=False)
+    # What happens in a run
 
-    def warn(self, text: str) -> None:
-        """A line that no process may keep to itself."""
+    def begun(
+        self,
+        task: str,
+        step: int,
+        *,
+        parameters: int,
+        batch: int,
+        where: str,
+        samples: tuple[int, int],
+    ) -> None:
+        """The run begins, or goes on from ``step``; ``samples`` are those for training and validation."""
+        self.say(
+            f"{task}: {parameters / 1e6:.2f} M trainable parameters, {self.total:,} steps of {batch} on "
+            f"{where}"
+        )
+        self.say(f"{samples[0]:,} training and {samples[1]:,} validation samples")
+        if step:
+            self.say(f"going on from step {step:,}")
+
+    def steps_done(self, step: int, numbers: Mapping[str, float], skipped: int) -> None:
+        """The numbers of the last steps, ``skipped`` of which were left out."""
+        self.record(TRAIN_CSV, step, numbers)
+        # A row of 80 columns has no room for a loss's parts.
+        loss, rate = f"loss {numbers['loss']:.4g}", f"{numbers['samples_per_s']:,.0f}"
+        self.tick(step, f"{loss}  {rate}/s")
+        if not self.console.is_terminal:
+            self.say(
+                f"step {step:,}/{self.total:,}  {loss}  lr {numbers['lr']:.2e}  {rate} samples/s  "
+                f"peak {numbers['peak_gib']:.2f} GiB"
+            )
+        if skipped:
+            self.say(
+                f"step {step:,}: left out {skipped} of the last steps, whose gradients were not finite",
+                "yellow",
+            )
+
+    def evaluated(
+        self, step: int, numbers: Mapping[str, float], *, shown: Sequence[str], best: float | None
+    ) -> None:
+        """The scores of an evaluation; ``best`` is an earlier one that was better, None if these are best."""
+        self.record(EVAL_CSV, step, numbers)
+        text = "  ".join(
+            # Counts are whole: 50,000, not 5e+04.
+            f"{name} {numbers[name]:{',' if isinstance(numbers[name], int) else '.4g'}}"
+            for name in shown
+            if name in numbers
+        )
+        mark = "(best so far)" if best is None else f"(best: {best:.4g})"
+        self.say(f"epoch {numbers['epoch']:.4g}: {text}  {mark}")
+
+    def unreadable(self, file: Unreadable) -> None:
+        """A file is left out, wherever it was found."""
+        text = f"skipped {file.path}: {file.reason}"
         if self.active:
             self.say(text, "yellow")
         else:
+            # The main process does not know of it.
             print(text, file=sys.stderr)
+
+    # How it is said and written
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line for the user."""
+        self.console.print(text, style=style, markup=False)
 
     def tick(self, step: int, numbers: str = "") -> None:
         """Move the bar, at most a few times a second."""

@@ -18,12 +18,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from softfree.data.longrange import (
-    TASKS,
     LongRangeData,
     LongRangeDataset,
     LongRangeTask,
     PadSequences,
     SequenceBatch,
+    find_task,
     load_longrange,
 )
 from softfree.layers import ATTENTIONS
@@ -127,12 +127,6 @@ RECIPES = {
 }
 
 
-def check_task(name: str) -> None:
-    """Refuse a task that does not exist."""
-    if name not in TASKS:
-        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {name!r}")
-
-
 class LongRange(Task):
     """Sequences, or pairs of them, to classes, with cross-entropy."""
 
@@ -142,9 +136,7 @@ class LongRange(Task):
 
     @classmethod
     def usual_recipe(cls, given: Given) -> str:
-        task = given.get("task", LongRangeDataSettings.task)
-        check_task(task)
-        return task
+        return find_task(given.get("task", LongRangeDataSettings.task)).name
 
     @classmethod
     def adapt(cls, settings: Any, given: Given) -> Any:
@@ -159,9 +151,8 @@ class LongRange(Task):
         return dataclasses.replace(settings, optim=optim, run=run)
 
     def __init__(self, settings: LongRangeSettings, data: LongRangeData | None = None):
-        check_task(settings.data.task)
         self.settings = settings
-        self.task = TASKS[settings.data.task]
+        self.task = find_task(settings.data.task)
         self.model_kwargs = model_arguments(settings.model, self.task)
         check_encoder(self.model_kwargs)
         self.data = load_data(settings.data) if data is None else data

@@ -203,9 +203,9 @@ class Segmentation(Task):
         self, model: nn.Module, batch: SegmentationBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         logits, auxiliary = model(self.normalize(batch.images))
-        size = batch.masks.shape[-2:]
-        main = _cross_entropy(resize_logits(logits, size), batch.masks)
-        aux = _cross_entropy(resize_logits(auxiliary, size, AUXILIARY_STRIDE), batch.masks)
+        size = batch.class_maps.shape[-2:]
+        main = _cross_entropy(resize_logits(logits, size), batch.class_maps)
+        aux = _cross_entropy(resize_logits(auxiliary, size, AUXILIARY_STRIDE), batch.class_maps)
         return main + AUXILIARY_WEIGHT * aux, {"main": main, "auxiliary": aux}
 
     def evaluate(
@@ -241,9 +241,9 @@ def evaluate_segmenter(
     confusion.to(processes.device)
     with any_sizes():
         for batch in batches:
-            for images, masks in _same_sizes(batch):
-                classes = predict_classes(model, normalize(images), masks.shape[1:], window)
-                confusion.update(classes, masks)
+            for images, class_maps in _same_sizes(batch):
+                classes = predict_classes(model, normalize(images), class_maps.shape[1:], window)
+                confusion.update(classes, class_maps)
     counts = confusion.compute().cpu().double()
     overlap = counts.diag()
     iou = 100 * overlap / (counts.sum(0) + counts.sum(1) - overlap)
@@ -254,11 +254,11 @@ def evaluate_segmenter(
 def _same_sizes(batch: SegmentationBatch) -> Iterator[tuple[Tensor, Tensor]]:
     """The pictures of a batch and their class maps, stacked where both have the same size."""
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-    for image, mask in zip(batch.images, batch.masks, strict=True):
-        groups.setdefault((image.shape, mask.shape), []).append((image, mask))
+    for image, class_map in zip(batch.images, batch.class_maps, strict=True):
+        groups.setdefault((image.shape, class_map.shape), []).append((image, class_map))
     for group in groups.values():
-        images, masks = zip(*group, strict=True)
-        yield torch.stack(images), torch.stack(masks)
+        images, class_maps = zip(*group, strict=True)
+        yield torch.stack(images), torch.stack(class_maps)
 
 
 def predict_classes(

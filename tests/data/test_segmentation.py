@@ -213,8 +213,8 @@ def test_crops_have_one_size_and_ignore_what_is_outside_of_the_picture(tmp_path)
     data.train.transform = train_transform(24, short_side=16)
     batch = collate_segmentation([data.train[0] for _ in range(8)])
     assert batch.images.shape == (8, 3, 24, 24)
-    assert batch.masks.shape == (8, 24, 24)
-    assert set(batch.masks.unique().tolist()) == {1, IGNORE}
+    assert batch.class_maps.shape == (8, 24, 24)
+    assert set(batch.class_maps.unique().tolist()) == {1, IGNORE}
 
 
 def test_flips_move_picture_and_class_map_alike():

@@ -5,6 +5,7 @@ import csv
 import pytest
 import torch
 
+from softfree.data.images import Unreadable
 from softfree.training import logs
 from softfree.training.logs import RunLog, Timer, peak_memory_gib
 
@@ -32,14 +33,14 @@ def test_a_run_that_goes_on_drops_later_and_torn_rows(tmp_path):
     assert not (tmp_path / "train.csv").exists()
 
 
-def test_other_processes_write_and_say_nothing_but_warnings(tmp_path, capsys):
+def test_other_processes_write_and_say_nothing_but_what_they_alone_know(tmp_path, capsys):
     with RunLog(tmp_path, 0, 10, active=False) as log:
         log.record("train.csv", 1, {"loss": 0.5})
         log.say("hello")
-        log.warn("skipped a.jpg")
+        log.unreadable(Unreadable("a.jpg", "empty"))
     assert not list(tmp_path.iterdir())
     out, err = capsys.readouterr()
-    assert out == "" and err == "skipped a.jpg\n"
+    assert out == "" and err == "skipped a.jpg: empty\n"
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
