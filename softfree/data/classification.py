@@ -44,7 +44,7 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
         kind = "is a file" if root.exists() else "does not exist"
         raise FileNotFoundError(
             f"`data_dir` {data_dir} {kind}; expected a folder with train/ and val/, each with one "
-            "folder a class (without `data_dir`, the embedded digits are used)"
+            "folder per class (without `data_dir`, the embedded digits are used)"
         )
     train_root = find_split(root, TRAIN_NAMES)
     val_root = find_split(root, VAL_NAMES)
@@ -61,7 +61,7 @@ def find_split(root: Path, names: Sequence[str]) -> Path:
             return root / name
     expected = f"{names[0]}/ (or {', '.join(f'{name}/' for name in names[1:])})"
     raise FileNotFoundError(
-        f"`data_dir` {root} has no folder {expected} with one folder a class; "
+        f"`data_dir` {root} has no folder {expected} with one folder per class; "
         f"found {_listing(root)}"
     )
 
@@ -75,7 +75,7 @@ def _class_folders(root: Path) -> list[str]:
     names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not names:
         raise ValueError(
-            f"{root} has no class folders, expected one folder of pictures a class; "
+            f"{root} has no class folders, expected one folder of pictures per class; "
             f"found {_listing(root)}"
         )
     return names

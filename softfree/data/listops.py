@@ -6,12 +6,11 @@ The distribution is that of LRA's own generator. A node above ``max_depth`` is a
 1/4, one of MIN, MAX, MED (rounded down) and SM (sum modulo 10), with 2 to ``max_args`` arguments; otherwise
 it is a digit. Trees of more than ``min_length`` and fewer than ``max_length`` tokens are kept, each once.
 
-LRA draws one tree at a time. Here thousands grow together, one numpy array a level, since few of them are long
+LRA draws one tree at a time. Here thousands grow together, one numpy array per level, since few of them are long
 enough to be kept: a hundred thousand take less than a minute.
 """
 
 import io
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,8 @@ from zipfile import BadZipFile
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
+
+from softfree.data.files import replace_durably
 
 PAD = 0
 DIGITS = 1  # the digit d is token DIGITS + d
@@ -157,7 +158,9 @@ def _make(
         # Processes of one distributed run ask at the same time: one makes the samples, the others wait.
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
-                _write(path, generate(count, seed, rules, report))
+                buffer = io.BytesIO()
+                np.savez(buffer, **generate(count, seed, rules, report)._asdict())
+                replace_durably(path, buffer.getvalue())
     except PermissionError as error:
         raise ValueError(f"`data_dir`: can't write {path.parent} to keep ListOps there") from error
 
@@ -168,21 +171,6 @@ def _read(path: Path) -> Samples:
             return Samples(stored["tokens"], stored["offsets"], stored["labels"])
     except (ValueError, KeyError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
-
-
-def _write(path: Path, samples: Samples) -> None:
-    """All or nothing: written beside its place, then renamed."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **samples._asdict())
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        with beside.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 class _Level(NamedTuple):

@@ -4,10 +4,10 @@
     loader = DataLoader(data.train, 32, collate_fn=PadSequences(data.task.length))
 
     listops    made on the spot and cached, see :mod:`softfree.data.listops`
-    text       IMDb's folders or json lines, one token a byte
-    retrieval  LRA's tsv of document pairs, one token a byte
-    image      CIFAR-10 as class folders or packed grids, grey, one token a pixel
-    pathfinder LRA's folders of pictures, one token a pixel
+    text       IMDb's folders or json lines, one token per byte
+    retrieval  LRA's tsv of document pairs, one token per byte
+    image      CIFAR-10 as class folders or packed grids, grey, one token per pixel
+    pathfinder LRA's folders of pictures, one token per pixel
 
 Token 0 is padding; bytes and pixels are tokens 1 to 256.
 """
@@ -70,7 +70,7 @@ TASKS = {
         ),
         LongRangeTask(
             "image", SIDE * SIDE, 512, 10,
-            "CIFAR-10: train/ and test/ (or val/) with a folder of pictures a class, or labels.npz with "
+            "CIFAR-10: train/ and test/ (or val/) with a folder of pictures per class, or labels.npz with "
             "grids of 32 x 32 tiles train_1.png, ..., test.png (or .jpg)",
         ),
         LongRangeTask(
@@ -197,7 +197,7 @@ class PadSequences:
 
 
 class PackedSequences(LongRangeDataset):
-    """Sequences that are in memory, one byte a token; ``shift`` is added to each."""
+    """Sequences that are in memory, one byte per token; ``shift`` is added to each."""
 
     def __init__(self, samples: Samples, shift: int, length: int):
         super().__init__(length)
@@ -514,7 +514,7 @@ class PathfinderPictures(LongRangeDataset):
 
 
 def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
-    """LRA's metadata/N.npy are texts, a line a picture: folder, file, number, label and more."""
+    """LRA's metadata/N.npy are texts, a line per picture: folder, file, number, label and more."""
     hardest = "curv_contour_length_14"
     candidates = [root, root / hardest, root / "pathfinder32" / hardest]
     folder = next((path for path in candidates if (path / "metadata").is_dir()), None)

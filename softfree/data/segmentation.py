@@ -44,7 +44,7 @@ LAYOUTS = """\
   ADE20K      images/training, images/validation, annotations/training, annotations/validation
   Cityscapes  leftImg8bit/train, leftImg8bit/val, gtFine/train, gtFine/val
   VOC         JPEGImages, SegmentationClass, ImageSets/Segmentation/train.txt and val.txt
-  folders     images/train, images/val, masks/train, masks/val, and classes.txt, one name a line"""
+  folders     images/train, images/val, masks/train, masks/val, and classes.txt, one name per line"""
 Sample = tuple[Tensor, Tensor] | Unreadable
 
 
@@ -363,7 +363,7 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
         raise ValueError(f"`ignore_label` must be from 0 to 255, got {ignore_label}")
     names_file = root / "classes.txt"
     if not names_file.is_file():
-        raise FileNotFoundError(f"{names_file} is missing: one class name a line, class 0 first")
+        raise FileNotFoundError(f"{names_file} is missing: one class name per line, class 0 first")
     names = tuple(line.strip() for line in names_file.read_text().splitlines() if line.strip())
     if not 0 < len(names) <= IGNORE:
         raise ValueError(f"{names_file} must name 1 to {IGNORE} classes, it has {len(names)}")

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from softfree.data.files import write_durably
 from softfree.models.metadata import check_buildable, check_fields, read_json
 
 WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
@@ -102,14 +103,6 @@ def recover(folder: Path) -> None:
     if old.exists() and not folder.exists():
         old.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and force it to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def locate(path: Path) -> Path:

@@ -8,7 +8,6 @@ evaluate_classifier(model, batches, normalize, ...)  -> {"top1": ..., "top5": ..
 import ast
 import contextlib
 import dataclasses
-import fnmatch
 import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +42,7 @@ from softfree.training.devices import AmpDtype, autocast
 from softfree.training.distributed import Processes
 from softfree.training.engine import Task
 from softfree.training.loading import evaluation_batches
+from softfree.training.parameters import freeze
 from softfree.training.sampling import EvalSampler
 from softfree.training.settings import Given, OptimSettings, RunSettings
 
@@ -52,7 +52,7 @@ class DataSettings:
     """What the run reads."""
 
     data_dir: str | None = None
-    """folder with train/ and val/, each with one folder of pictures a class; none: the embedded digits"""
+    """folder with train/ and val/, each with one folder of pictures per class; none: the embedded digits"""
     dataset: str = ""
     """a data set as timm names it, in --data-dir: torch/cifar10, hfds/NAME, wds/NAME (tar shards)"""
     strict_data: bool = False
@@ -556,17 +556,3 @@ def load_pretrained(model: nn.Module, path: Path, name: str) -> bool:
     checkpoint.check_fits(path, state, expected, name)
     model.load_state_dict(state)
     return fits
-
-
-def freeze(model: nn.Module, globs: Sequence[str]) -> None:
-    """Parameters whose names match need no gradient."""
-    names = [name for name, _ in model.named_parameters()]
-    for glob in globs:
-        matching = set(fnmatch.filter(names, glob))
-        if not matching:
-            raise ValueError(
-                f"`freeze` {glob!r} matches no parameter; they are named {names[0]}, {names[-1]}, ..."
-            )
-        for name, parameter in model.named_parameters():
-            if name in matching:
-                parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What detection and segmentation share: settings of the backbone, parameter groups."""
+"""What detection and segmentation share: settings of the backbone, pictures of many sizes."""
 
 import contextlib
 import dataclasses
@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-from torch import nn
 
 from softfree.layers.landmarks import LandmarkSpec
 from softfree.models.checks import check_model_name, mistakes_in
 from softfree.models.features import FIXED_LANDMARKS
 from softfree.models.metadata import check_arguments
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.settings import Given, OptimSettings
+from softfree.training.settings import Given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,39 +64,3 @@ def any_sizes() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.benchmark = before
-
-
-def dense_parameter_groups(
-    model: nn.Module, backbone: nn.Module, optim: OptimSettings
-) -> list[dict[str, Any]]:
-    """Groups for AdamW: layer-wise learning rates in the backbone, the full one outside of it.
-
-    Biases, norms and what the backbone itself names (position embeddings) have no weight decay.
-
-    Args:
-        backbone: the feature extractor inside ``model`` that timm made.
-    """
-    # timm wraps networks that give their own features.
-    network: Any = getattr(backbone, "model", backbone)
-    exempt = network.no_weight_decay() if hasattr(network, "no_weight_decay") else set()
-    groups: list[dict[str, Any]] = []
-    if optim.layer_decay < 1:
-        if not hasattr(network, "group_matcher"):
-            raise ValueError(
-                "`layer_decay` needs a backbone that tells its layers, as softpp_* and soft_* do, "
-                f"got a {type(network).__name__}"
-            )
-        groups = param_groups_layer_decay(
-            network,
-            optim.weight_decay,
-            no_weight_decay_list=exempt,
-            layer_decay=optim.layer_decay,
-        )
-    grouped = {id(parameter) for group in groups for parameter in group["params"]}
-    prefix = next(name for name, module in model.named_modules() if module is network)
-    others = param_groups_weight_decay(
-        model, optim.weight_decay, no_weight_decay_list=[f"{prefix}.{name}" for name in exempt]
-    )
-    for group in others:
-        group["params"] = [p for p in group["params"] if id(p) not in grouped]
-    return [*groups, *others]

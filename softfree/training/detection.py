@@ -30,11 +30,11 @@ from softfree.training.coco_metrics import CocoMetrics
 from softfree.training.dense import (
     SMALL_BACKBONE,
     BackboneSettings,
-    dense_parameter_groups,
     fit_backbone,
 )
 from softfree.training.distributed import Processes
 from softfree.training.engine import Task
+from softfree.training.parameters import parameter_groups
 from softfree.training.settings import Given, OptimSettings, RunSettings, fit_length
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
@@ -234,7 +234,7 @@ class Detection(Task):
         return torch.tensor(aspect_ratio_order(ratios, batch_size, generator))
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
-        return dense_parameter_groups(model, model.backbone.features.body, optim)  # type: ignore[union-attr, arg-type]
+        return parameter_groups(model, optim, model.backbone.features.body)  # type: ignore[union-attr, arg-type]
 
     def train_step(
         self, model: nn.Module, batch: DetectionBatch

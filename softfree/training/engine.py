@@ -21,11 +21,11 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from timm.layers import convert_sync_batchnorm
-from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from softfree import __version__
+from softfree.data.files import write_durably
 from softfree.data.images import Unreadable
 from softfree.data.resident import Indices
 from softfree.training import checkpoint, distributed
@@ -34,6 +34,7 @@ from softfree.training.distributed import Agreement, Processes
 from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
 from softfree.training.loading import read_batches
 from softfree.training.logs import RunLog, Timer, peak_memory_gib
+from softfree.training.parameters import parameter_groups
 from softfree.training.sampling import (
     Augmented,
     EvalSampler,
@@ -169,15 +170,7 @@ class Task(ABC):
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
         """Groups for AdamW: no weight decay for biases, norms and what the model itself names."""
-        exempt: set[str] = getattr(model, "no_weight_decay", set)()
-        if optim.layer_decay < 1:
-            return param_groups_layer_decay(
-                model,
-                optim.weight_decay,
-                no_weight_decay_list=exempt,
-                layer_decay=optim.layer_decay,
-            )
-        return param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=exempt)
+        return parameter_groups(model, optim)
 
 
 @dataclasses.dataclass
@@ -614,7 +607,7 @@ class _Training:
             self.log.open_wandb(self.settings_json)
         if self.processes.main:
             settings = self.run.output / checkpoint.SETTINGS
-            checkpoint.write_durably(settings, self.settings_json.encode())
+            write_durably(settings, self.settings_json.encode())
         self.log.begun(
             self.task.name,
             self.position.step,

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from softfree.data.files import replace_durably
 from softfree.data.images import Unreadable
-from softfree.training.checkpoint import write_durably
 
 TRAIN_CSV, EVAL_CSV = "train.csv", "eval.csv"
 # The bar is drawn by the loop itself: no thread runs beside the training.
@@ -243,6 +243,4 @@ def _drop_rows_after(path: Path, step: int) -> None:
     writer = csv.DictWriter(text, list(kept[0]))
     writer.writeheader()
     writer.writerows(kept)
-    replacement = path.with_suffix(".new")
-    write_durably(replacement, text.getvalue().encode())
-    replacement.replace(path)
+    replace_durably(path, text.getvalue().encode())

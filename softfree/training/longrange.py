@@ -17,6 +17,7 @@ import tyro
 from rich.console import Console
 from torch import Tensor, nn
 
+from softfree.data.files import write_durably
 from softfree.data.longrange import (
     LongRangeData,
     LongRangeDataset,
@@ -29,7 +30,7 @@ from softfree.data.longrange import (
 from softfree.layers import ATTENTIONS
 from softfree.models.checks import check_at_least, mistakes_in
 from softfree.models.sequence import POOLINGS, SequenceClassifier
-from softfree.training import checkpoint, distributed
+from softfree.training import distributed
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.devices import AmpDtype, autocast, choose_device
 from softfree.training.distributed import Processes
@@ -172,7 +173,7 @@ class LongRange(Task):
         )
         result = {**scores, "step": outcome.position.best_step}
         path = run.output / TEST_RESULT
-        checkpoint.write_durably(path, (json.dumps(result, indent=2) + "\n").encode())
+        write_durably(path, (json.dumps(result, indent=2) + "\n").encode())
         Console(highlight=False, markup=False, soft_wrap=True).print(
             f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
         )

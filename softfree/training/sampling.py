@@ -4,6 +4,7 @@ A key is (epoch, index). The epoch travels with the index to the loading process
 into the next epoch, and a sample's augmentation depends on (seed, epoch, index) alone.
 """
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Generator, Iterator
@@ -37,6 +38,12 @@ class Augmented(Dataset):
         return self.dataset[index]
 
 
+def shuffle(samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
+    """All indices in random order."""
+    return torch.randperm(samples, generator=generator)
+
+
+@dataclasses.dataclass(eq=False)
 class StepSampler(Sampler[list[Key]]):
     """The batches of this process from step ``start`` to step ``stop``, across epochs.
 
@@ -46,34 +53,24 @@ class StepSampler(Sampler[list[Key]]):
     batch_size, generator)`` gives an epoch's order.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        batch_size: int,
-        passes: int,
-        rank: int,
-        processes: int,
-        seed: int,
-        start: int,
-        stop: int,
-        permute: Callable[[int, int, torch.Generator], Tensor] | None = None,
-    ):
-        self.samples = samples
-        self.batch_size = batch_size
-        self.passes = passes
-        self.rank = rank
-        self.processes = processes
-        self.seed = seed
-        self.start = start
-        self.stop = stop
-        self.permute = permute or shuffle
-        self.global_batch = batch_size * passes * processes
-        self.steps_per_epoch = samples // self.global_batch
+    samples: int
+    batch_size: int
+    passes: int
+    rank: int
+    processes: int
+    seed: int
+    start: int
+    stop: int
+    permute: Callable[[int, int, torch.Generator], Tensor] = shuffle
+
+    def __post_init__(self) -> None:
+        self.global_batch = self.batch_size * self.passes * self.processes
+        self.steps_per_epoch = self.samples // self.global_batch
         if not self.steps_per_epoch:
             raise ValueError(
-                f"one step takes {self.global_batch} samples (`batch_size` {batch_size} x "
-                f"`grad_accum_steps` {passes} x {processes} processes), but there are only {samples} "
-                "to train on; make `batch_size` smaller"
+                f"one step takes {self.global_batch} samples (`batch_size` {self.batch_size} x "
+                f"`grad_accum_steps` {self.passes} x {self.processes} processes), but there are only "
+                f"{self.samples} to train on; make `batch_size` smaller"
             )
 
     def __len__(self) -> int:
@@ -113,11 +110,6 @@ class StepSampler(Sampler[list[Key]]):
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return self.permute(self.samples, self.batch_size, generator)
-
-
-def shuffle(samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
-    """All indices in random order."""
-    return torch.randperm(samples, generator=generator)
 
 
 class EvalSampler(Sampler[list[int]]):

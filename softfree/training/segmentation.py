@@ -32,11 +32,11 @@ from softfree.training.dense import (
     SMALL_BACKBONE,
     BackboneSettings,
     any_sizes,
-    dense_parameter_groups,
     fit_backbone,
 )
 from softfree.training.distributed import Processes
 from softfree.training.engine import Task
+from softfree.training.parameters import parameter_groups
 from softfree.training.settings import Given, OptimSettings, RunSettings, fit_length
 
 AUXILIARY_WEIGHT = 0.4
@@ -146,7 +146,7 @@ class Segmentation(Task):
         check_at_least(2, width=settings.decoder.width)
         if settings.optim.batch_size == 1 and not settings.run.sync_bn:
             raise ValueError(
-                "`batch_size` must be at least 2, got 1: a batch norm of UPerNet sees one value a picture"
+                "`batch_size` must be at least 2, got 1: a batch norm of UPerNet sees one value per picture"
             )
         low, high = given.scales
         if not 0 < low <= high:
@@ -197,7 +197,7 @@ class Segmentation(Task):
         return collate_pictures(samples)
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
-        return dense_parameter_groups(model, model.network.encoder.model, optim)  # type: ignore[union-attr, arg-type]
+        return parameter_groups(model, optim, model.network.encoder.model)  # type: ignore[union-attr, arg-type]
 
     def train_step(
         self, model: nn.Module, batch: SegmentationBatch

@@ -1,5 +1,6 @@
 """ListOps: values are right, the rules are LRA's, samples repeat by seed and are cached safely."""
 
+import os
 import random
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -146,7 +147,7 @@ def test_an_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     def interrupt(descriptor):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(listops.os, "fsync", interrupt)
+    monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path, (8, 4, 4), rules=SMALL)
     assert not list(tmp_path.glob("*.npz")) and not list(tmp_path.glob("*.tmp"))

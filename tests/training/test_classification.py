@@ -21,12 +21,12 @@ from softfree.training.classification import (
     create_network,
     eval_transform,
     evaluate_classifier,
-    freeze,
     load_pretrained,
     smoothed_cross_entropy,
 )
 from softfree.training.distributed import Processes
 from softfree.training.engine import train
+from softfree.training.parameters import freeze
 from softfree.training.sampling import seed_all
 from softfree.training.settings import OptimSettings, RunSettings
 from softfree.training.tasks import load_for_inference

@@ -9,9 +9,9 @@ from softfree.training.dense import (
     SMALL_BACKBONE,
     BackboneSettings,
     any_sizes,
-    dense_parameter_groups,
 )
 from softfree.training.detection import Detection
+from softfree.training.parameters import parameter_groups
 from softfree.training.segmentation import Segmentation
 from softfree.training.settings import OptimSettings
 from tests.models.small import PYRAMID
@@ -25,7 +25,7 @@ def model():
 @pytest.mark.parametrize("layer_decay", [1.0, 0.5])
 def test_every_parameter_is_in_one_group(model, layer_decay):
     optim = OptimSettings(layer_decay=layer_decay, weight_decay=0.1)
-    groups = dense_parameter_groups(model, model.backbone.features.body, optim)
+    groups = parameter_groups(model, optim, model.backbone.features.body)
     grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
 
@@ -33,7 +33,7 @@ def test_every_parameter_is_in_one_group(model, layer_decay):
 @pytest.mark.parametrize("layer_decay", [1.0, 0.5])
 def test_biases_norms_and_positions_are_not_decayed(model, layer_decay):
     optim = OptimSettings(layer_decay=layer_decay, weight_decay=0.1)
-    groups = dense_parameter_groups(model, model.backbone.features.body, optim)
+    groups = parameter_groups(model, optim, model.backbone.features.body)
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         free = parameter.ndim == 1 or "pos_embed" in name or "cls_token" in name
@@ -41,9 +41,8 @@ def test_biases_norms_and_positions_are_not_decayed(model, layer_decay):
 
 
 def test_early_layers_learn_slower_and_the_heads_at_the_full_rate(model):
-    groups = dense_parameter_groups(
-        model, model.backbone.features.body, OptimSettings(layer_decay=0.5)
-    )
+    optim = OptimSettings(layer_decay=0.5)
+    groups = parameter_groups(model, optim, model.backbone.features.body)
     scale = {id(p): group.get("lr_scale", 1.0) for group in groups for p in group["params"]}
     backbone = model.backbone.features.body.model
     stem = scale[id(backbone.stem[0].conv.weight)]
@@ -55,8 +54,8 @@ def test_early_layers_learn_slower_and_the_heads_at_the_full_rate(model):
 
 def test_layer_decay_of_a_backbone_that_does_not_tell_its_layers_is_refused():
     with pytest.raises(ValueError, match="`layer_decay` needs a backbone that tells its layers"):
-        dense_parameter_groups(
-            torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), OptimSettings(layer_decay=0.5)
+        parameter_groups(
+            torch.nn.Linear(2, 2), OptimSettings(layer_decay=0.5), torch.nn.Linear(2, 2)
         )
 
 
