@@ -37,7 +37,7 @@ RENAMED = {
     "compare": {"--attention-options": "--model-kwargs"},
     "demo": {"--image": "the photo itself: softfree demo PHOTO"},
     "figure convergence": {"--steps": "--iterations"},
-    "figure resolution": {"--checkpoints": "--checkpoint", "--sizes": "--img-size"},
+    "figure resolution": {"--checkpoints": "--checkpoint, once for each", "--sizes": "--img-size"},
     "figure spectrum": {"--sizes": "--img-size"},
     "predict": {"--out": "--draw"},
     "train longrange": {"--attention-options": "--model-kwargs"},

@@ -25,6 +25,15 @@ class Panel(NamedTuple):
     total: float
 
 
+class Group(NamedTuple):
+    """The maps of one layer, the square of the photo that its model sees, and where the patch is in it."""
+
+    title: str
+    panels: Sequence[Panel]
+    square: Image.Image
+    place: tuple[float, float]
+
+
 def layer_title(layer: AttentionLayer, model: str = "") -> str:
     """Attention, model and grid of a layer, in words."""
     assert layer.size is not None
@@ -49,16 +58,9 @@ def scale(heat: np.ndarray) -> np.ndarray:
     return (heat - heat.min()) / span if span > 0 else np.zeros_like(heat)
 
 
-def draw_heat_maps(
-    square: Image.Image,
-    place: tuple[float, float],
-    groups: Sequence[tuple[str, Sequence[Panel]]],
-    heading: str,
-    *,
-    across: bool,
-) -> Any:
+def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> Any:
     """The photo, then a group of maps for each layer: beside each other (``across``) or below."""
-    longest = max(len(maps) for _, maps in groups)
+    longest = max(len(group.panels) for group in groups)
     rows, columns = (longest, len(groups)) if across else (len(groups), longest)
     # Every place is known beforehand: a layout engine would draw the figure twice to find the same.
     side, above, between = (0.3, 0.6, 0.0) if across else (0.45, 0.3, 0.3)
@@ -67,26 +69,29 @@ def draw_heat_maps(
     height = HEADING + above + rows * CELL + (rows - 1) * (between + GAP) + MARGIN
     figure = new_figure(width, height, layout=None)
     figure.suptitle(heading, y=1 - 0.5 * HEADING / height, va="center")
-    point = (place[0] * DISPLAY, place[1] * DISPLAY)
 
-    def show(picture: Image.Image, left: float, row: int, markersize: float) -> Any:
+    def show(picture: Image.Image, of: Group, left: float, row: int, markersize: float) -> Any:
         bottom = height - HEADING - above - CELL - row * (CELL + between + GAP)
         box = (left / width, bottom / height, CELL / width, CELL / height)
         cell = figure.add_axes(box, xticks=[], yticks=[])
-        cell.imshow(picture)
-        mark(cell, point, markersize)
+        cell.imshow(picture.resize((DISPLAY, DISPLAY)))
+        mark(cell, (of.place[0] * DISPLAY, of.place[1] * DISPLAY), markersize)
         return cell
 
-    show(square, MARGIN, 0, 13).set_title("photo; + marks the patch", fontsize=9)
-    grey = square.convert("L").convert("RGB")
-    for group, (title, maps) in enumerate(groups):
-        for number, panel in enumerate(maps):
-            row, column = (number, group) if across else (group, number)
-            cell = show(paint(panel.heat, grey), first + column * (CELL + GAP), row, 8)
+    show(groups[0].square, groups[0], MARGIN, 0, 13).set_title(
+        "photo; + marks the patch", fontsize=9
+    )
+    for index, group in enumerate(groups):
+        grey = group.square.resize((DISPLAY, DISPLAY)).convert("L").convert("RGB")
+        for number, panel in enumerate(group.panels):
+            row, column = (number, index) if across else (index, number)
+            cell = show(paint(panel.heat, grey), group, first + column * (CELL + GAP), row, 8)
             corner = dict(transform=cell.transAxes, fontsize=7, color="white")
             shade = dict(facecolor="black", alpha=0.5, linewidth=0, pad=1.5)
             cell.text(0.03, 0.03, f"total {panel.total:.2g}", **corner, bbox=shade)
-            column_title, row_title = (title, panel.title) if across else (panel.title, title)
+            column_title, row_title = (
+                (group.title, panel.title) if across else (panel.title, group.title)
+            )
             if row == 0 or not across:
                 cell.set_title(column_title, fontsize=8 if across else 9)
             if column == 0:

@@ -63,7 +63,7 @@ def demo(
     console.print(
         "\n[bold]Next[/]\n"
         "  softfree models                     all backbones, with the papers' figures\n"
-        "  softfree demo PHOTO.jpg              the same with a photo of yours\n"
+        "  softfree demo PHOTO.jpg             the same with a photo of yours\n"
         "and README.md: the operator and the backbones in a few lines of Python.\n"
         "If the shell finds no softfree: source .venv/bin/activate"
     )

@@ -30,3 +30,17 @@ def test_a_map_is_painted_in_flat_squares_over_the_photo():
     assert (black[0, 0] != black[0, -1]).any() and (black[-1, 0] == black[-1, -1]).all()
     # A quarter of what is seen is the photo.
     assert np.abs(white.astype(int) - black - 0.25 * 255).max() <= 1
+
+
+def test_each_model_has_its_maps_over_what_it_sees_itself():
+    panel = heatmap.Panel("head 1", np.zeros((2, 2)), 1.0)
+    colours = {"wide": 40, "narrow": 200}
+    groups = [
+        heatmap.Group(name, [panel], Image.new("L", (9, 9), grey).convert("RGB"), (0.5, 0.5))
+        for name, grey in colours.items()
+    ]
+    figure = heatmap.draw_heat_maps(groups, "heading", across=True)
+    photo, wide, narrow, _ = [axes.images[0].get_array() for axes in figure.axes]
+    assert photo.max() == colours["wide"]
+    # A quarter of what is seen is the photo.
+    assert narrow.mean() - wide.mean() == pytest.approx(0.25 * (200 - 40), abs=1)

@@ -77,7 +77,7 @@ def test_accuracy_against_size_is_drawn_and_printed(checkpoint, tmp_path, capsys
     output = tmp_path / "resolution.png"
     other = classifier_checkpoint(tmp_path / "other" / "best", landmarks="conv:4")
     given = ("--img-size", 32, 48, "--workers", 0, "--device", "cpu", "--output", output)
-    assert run("resolution", "--checkpoint", checkpoint, other, *given) == 0
+    assert run("resolution", "--checkpoint", checkpoint, "--checkpoint", other, *given) == 0
     out = capsys.readouterr().out
     assert "run/best (softpp_tiny)" in out and "other/best (softpp_tiny)" in out
     assert "32²" in out and "48²" in out and output.is_file()

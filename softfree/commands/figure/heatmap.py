@@ -7,7 +7,7 @@ import torch
 import tyro
 
 from softfree.analysis.capture import capture_attention
-from softfree.analysis.heatmap import DISPLAY, Panel, draw_heat_maps, heat_panels, layer_title
+from softfree.analysis.heatmap import Group, draw_heat_maps, heat_panels, layer_title
 from softfree.analysis.pictures import load_photo
 from softfree.analysis.plots import save_figure
 from softfree.analysis.subject import load_subjects
@@ -60,7 +60,7 @@ def heatmap(
     point = point or (picture.width / 2, picture.height / 2)
     subjects = load_subjects(checkpoint, model, attention, where)
     compare = len(subjects) > 1 or stage is not None
-    columns: list[tuple[str, list[Panel]]] = []
+    groups: list[Group] = []
     for subject in subjects:
         seen = subject.look(picture, img_size)
         try:
@@ -68,17 +68,14 @@ def heatmap(
         except ValueError as error:
             raise ValueError(f"--query {query}: {error}") from error
         found = capture_attention(subject.model, seen.pixels)
-        if compare:
-            layer = found.layer(1 if stage is None else stage)
-            columns.append((layer_title(layer, subject.title), heat_panels(layer, place, heads)))
-        else:
-            columns = [
-                (layer_title(layer), heat_panels(layer, place, heads))
-                for layer in map(found.layer, found.stages)
-            ]
+        square = picture.crop(seen.box)
+        title = subject.title if compare else ""
+        for number in (stage or 1,) if compare else found.stages:
+            layer = found.layer(number)
+            panels = heat_panels(layer, place, heads)
+            groups.append(Group(layer_title(layer, title), panels, square, place))
     heading = "Where the marked patch attends to" + ("" if compare else f": {subjects[0].title}")
-    square = picture.crop(seen.box).resize((DISPLAY, DISPLAY))
-    save_figure(draw_heat_maps(square, place, columns, heading, across=compare), output)
+    save_figure(draw_heat_maps(groups, heading, across=compare), output)
     return 0
 
 

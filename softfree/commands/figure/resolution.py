@@ -2,17 +2,24 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 
 from softfree.analysis.plots import Curve, draw_resolution, save_figure
 from softfree.analysis.subject import checkpoint_title
-from softfree.commands.common import check_figure, check_img_size, check_positive, make_table
+from softfree.commands.common import (
+    Repeated,
+    check_figure,
+    check_img_size,
+    check_positive,
+    make_table,
+)
 from softfree.training.settings import WORKERS, check_workers
 
 
 def resolution(
-    checkpoint: tuple[Path, ...],
+    checkpoint: Annotated[tuple[Path, ...], Repeated],
     data_dir: str | None = None,
     dataset: str = "",
     img_size: tuple[int, ...] = (224, 288, 384, 448, 512),
@@ -24,7 +31,7 @@ def resolution(
     """Draw the accuracy of classifiers against the size of the images (Table 6).
 
     Args:
-        checkpoint: one or several folders that `softfree train` wrote, such as A/best B/best.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare.
         data_dir: folder with train/ and val/; otherwise what each checkpoint was trained on.
         dataset: a data set as timm names it, in --data-dir.
         img_size: sides of the images.
