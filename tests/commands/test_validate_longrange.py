@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from softfree.commands.train import resolve
+from softfree.commands.settings import resolve
 from softfree.commands.validate.longrange import ValidateLongRange
 from softfree.training.longrange import LongRange
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from softfree.commands.train import resolve
+from softfree.commands.settings import resolve
 from softfree.models.detection import retinanet
 from softfree.training.dense import (
     SMALL_BACKBONE,

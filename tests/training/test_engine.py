@@ -1,4 +1,4 @@
-"""The loop: resume is exact, signals are granted, bad numbers are left out, files are safe."""
+"""The loop: resume is exact, signals stop it after a step, bad numbers are left out, files are safe."""
 
 import csv
 import itertools

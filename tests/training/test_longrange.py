@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import softfree_cli
-from softfree.commands.train import resolve
+from softfree.commands.settings import resolve
 from softfree.data.longrange import TASKS, PadSequences
 from softfree.layers import ATTENTIONS
 from softfree.training.checkpoint import read_weights

@@ -1,0 +1,93 @@
+"""Settings from the command line: a recipe sets defaults, a file gives all back, flags win."""
+
+import dataclasses
+import json
+
+import pytest
+
+from softfree.commands.settings import resolve
+from softfree.training.classification import Classification
+from softfree.training.settings import RunSettings, settings_to_json
+
+
+def parse(*argv):
+    return resolve(argv, Classification)
+
+
+def test_flags_win_over_the_recipe():
+    settings = parse("--data-dir", "d", "--recipe", "short", "--lr", "0.5", "--epochs=3")
+    assert (settings.optim.lr, settings.optim.epochs) == (0.5, 3)
+    assert (settings.optim.batch_size, settings.model.img_size) == (512, 128)
+    assert settings.recipe == "short"
+
+
+def test_underscores_are_taken_in_flags_and_kept_in_values():
+    given = parse("--data_dir=my_data", "--batch_size", "8", "--output=my_run")
+    assert (given.data.data_dir, str(given.run.output)) == ("my_data", "my_run")
+    assert given.optim.batch_size == 8
+
+
+def test_without_data_the_digits_and_with_data_the_papers_recipe():
+    assert parse().recipe == "digits"
+    assert parse("--data-dir", "d").recipe == parse("--dataset=wds/x").recipe == "imagenet"
+
+
+def test_the_imagenet_recipe_is_the_papers():
+    settings = parse("--data-dir", "d", "--recipe", "imagenet")
+    optim, augment = settings.optim, settings.augment
+    assert (optim.batch_size, optim.epochs, optim.warmup_epochs) == (1024, 300, 10)
+    assert (optim.lr, optim.min_lr, optim.weight_decay, optim.clip_grad) == (1e-3, 5e-5, 0.05, 1.0)
+    assert optim.sched == "cosine" and augment.smoothing == 0.1 and augment.hflip == 0.5
+    assert augment.mixup > 0 and augment.cutmix > 0
+    assert settings.model.img_size == 224 and 224 / augment.crop_pct == 256
+
+
+def test_the_short_recipe_is_the_table_s():
+    settings = parse("--data-dir", "d", "--recipe", "short")
+    optim, augment = settings.optim, settings.augment
+    assert (optim.batch_size, optim.epochs, optim.lr) == (512, 20, 1e-3)
+    assert optim.warmup_epochs / optim.epochs == 0.1 and optim.min_lr / optim.lr == 0.05
+    assert (optim.weight_decay, optim.clip_grad) == (0.05, 1.0)
+    assert augment.scale == (0.6**2, 1.0) and augment.ratio == (1.0, 1.0)
+    assert augment.smoothing == 0.1 and augment.hflip == 0.5
+    assert augment.mixup == augment.cutmix == augment.color_jitter == augment.reprob == 0
+
+
+def test_a_recipe_s_batch_is_shared_out_among_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert parse("--data-dir", "d").optim.batch_size == 128
+    assert parse("--data-dir", "d", "--batch-size", "5").optim.batch_size == 5
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    with pytest.raises(ValueError, match="batch of 1024 can't be shared out among 7 processes"):
+        parse("--data-dir", "d")
+
+
+def test_a_written_file_gives_the_settings_back_and_flags_win_over_it(tmp_path):
+    settings = parse("--recipe", "finetune", "--freeze", "stem.*", "a", "--data-dir", "d")
+    file = tmp_path / "settings.json"
+    file.write_text(settings_to_json(settings))
+    assert parse("--config", str(file)) == settings
+    changed = parse("--config", str(file), "--lr", "3")
+    assert changed == dataclasses.replace(
+        settings, optim=dataclasses.replace(settings.optim, lr=3.0)
+    )
+
+
+def test_a_file_does_not_say_where_a_run_writes(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"run": {"output": "elsewhere", "resume": "elsewhere", "seed": 7}}))
+    run = parse("--config", str(file)).run
+    assert (run.output, run.resume, run.seed) == (RunSettings.output, RunSettings.resume, 7)
+
+
+def test_files_and_recipes_that_are_none_are_refused(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"optim": {"learning_rate": 1}}))
+    with pytest.raises(ValueError, match="no settings.json of this command: it has learning_rate"):
+        parse("--config", str(file))
+    with pytest.raises(FileNotFoundError, match="--config .*nowhere does not exist"):
+        parse("--config", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="--recipe must be one of digits, imagenet"):
+        parse("--recipe", "long")
+    with pytest.raises(ValueError, match="can't be used together"):
+        parse("--recipe", "short", "--config", str(file))
