@@ -10,7 +10,7 @@ from torch import nn
 import softfree
 from softfree.analysis.capture import SoftLayer, SoftmaxLayer, capture_attention
 from softfree.ops.attention import reference
-from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 
 from .small import small
 
@@ -27,7 +27,7 @@ def explicit_matrix(layer: SoftLayer) -> torch.Tensor:
     q, landmarks = layer.queries[None].double(), layer.landmarks[None].double()
     inverse = InverseSettings.newton(layer.iterations, layer.start, layer.ridge)
     settings = AttentionSettings(layer.scale, layer.normalize, inverse)
-    out = reference.soft_attention(q, None, values, landmarks, None, None, settings)
+    out = reference.soft_attention(Inputs(q, None, values, landmarks), settings)
     return layer.share * out[0]
 
 

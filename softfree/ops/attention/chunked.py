@@ -24,7 +24,7 @@ from softfree.ops.attention.mixing import (
     mix,
     mixing_backward,
 )
-from softfree.ops.attention.settings import AttentionSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs
 from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.shared.shapes import token_tensor
 
@@ -38,16 +38,9 @@ FAR = 32.0
 FEW_TOKENS = 1024  # up to so many, U is computed again for the backward pass instead of kept
 
 
-def forward(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
-    settings: AttentionSettings,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor, Tensor]:
     """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), ``U = P V`` in :func:`sums_shape`."""
+    q, k, v, landmarks, key_mask, landmark_mask = inputs
     points = _Landmarks(landmarks, landmark_mask, settings.scale)
     a, inverse = invert_landmarks(points.values, landmark_mask, settings)
     x = token_tensor(q, v.shape[-1])
@@ -78,16 +71,7 @@ def sums_shape(v: Tensor, landmarks: Tensor) -> tuple[int, ...]:
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
-    inverse: Tensor,
-    u: Tensor,
-    settings: AttentionSettings,
+    grad: Tensor, inputs: Inputs, inverse: Tensor, u: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k (an empty tensor where k is None), v and landmarks.
 
@@ -96,6 +80,7 @@ def backward(
     With ``E = R * (G W^T)`` for queries and ``E = P^T * (V dU^T)`` for keys, the exponential's part is
     ``dQ = scale (E L - rowsum(E) Q)`` and ``dL = scale (E^T Q - colsum(E) L)``.
     """
+    q, k, v, landmarks, key_mask, landmark_mask = inputs
     points = _Landmarks(landmarks, landmark_mask, settings.scale)
     a = landmark_matrix(points.values, landmark_mask, settings.scale)
     kept = u.numel() > 0

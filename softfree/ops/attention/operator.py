@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from softfree.ops.attention import chunked, reference
-from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast, compute_dtype
 from softfree.ops.shared.registration import flatten, register
@@ -96,7 +96,8 @@ def soft_attention(
     """
     k = None if k is q else k
     q, k, v, landmarks = map(autocast, (q, k, v, landmarks))
-    _check_tensors(q, k, v, landmarks, key_mask, landmark_mask)
+    inputs = Inputs(q, k, v, landmarks, key_mask, landmark_mask)
+    _check_tensors(inputs)
     settings = AttentionSettings(
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         normalize=bool(normalize),
@@ -104,10 +105,9 @@ def soft_attention(
     )
     settings.check()
     check_backend(backend)
-    inputs = (q, k, v, landmarks, key_mask, landmark_mask, settings)
     if backend == "reference" or devices.exporting():
-        return reference.soft_attention(*inputs, exportable=backend != "reference")
-    return FORWARD(*flatten(*inputs, _choose(backend, q, v)))[0]
+        return reference.soft_attention(inputs, settings, exportable=backend != "reference")
+    return FORWARD(*flatten(inputs, settings, _choose(backend, inputs)))[0]
 
 
 def check_backend(backend: str) -> None:
@@ -118,8 +118,9 @@ def check_backend(backend: str) -> None:
         )
 
 
-def _choose(backend: str, q: Tensor, v: Tensor) -> str:
+def _choose(backend: str, inputs: Inputs) -> str:
     """``"torch"`` or ``"triton"``."""
+    q, v = inputs.q, inputs.v
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return "torch"
     obstacle = devices.obstacle(q.device, q.dtype, DTYPES[:3])
@@ -147,14 +148,8 @@ def _implementation(backend: str) -> Any:
     return chunked
 
 
-def _check_tensors(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
-) -> None:
+def _check_tensors(inputs: Inputs) -> None:
+    q, k, v, landmarks, key_mask, landmark_mask = inputs
     named = {"q": q, "v": v, "landmarks": landmarks}
     if k is not None:
         named["k"] = k
@@ -213,19 +208,13 @@ def _check_mask(name: str, mask: Tensor | None, q: Tensor, length: int) -> None:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
-    settings: AttentionSettings,
-    backend: str,
+    inputs: Inputs, settings: AttentionSettings, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _implementation(backend).forward(q, k, v, landmarks, key_mask, landmark_mask, settings)
+    return _implementation(backend).forward(inputs, settings)
 
 
-def fake(q, k, v, landmarks, key_mask, landmark_mask, settings, backend):
+def fake(inputs, settings, backend):
+    q, v, landmarks = inputs.q, inputs.v, inputs.landmarks
     small = landmarks.new_empty(0, dtype=compute_dtype(q.dtype))
     return (
         token_tensor(q, v.shape[-1]),
@@ -234,11 +223,11 @@ def fake(q, k, v, landmarks, key_mask, landmark_mask, settings, backend):
     )
 
 
-def flops(q, k, v, landmarks, key_mask, landmark_mask, settings, backend) -> int:
+def flops(inputs, settings, backend) -> int:
     """Of one evaluation: kernels, P V, inverse, Y' U and R W."""
-    batch, heads, n, d = q
-    m, d_v = landmarks[2], v[3]
-    tokens = n * m * (d + d_v) + v[2] * m * (d_v if k is None else d + d_v)
+    batch, heads, n, d = inputs.q
+    m, n_k, d_v = inputs.landmarks[2], inputs.v[2], inputs.v[3]
+    tokens = n * m * (d + d_v) + n_k * m * (d_v if inputs.k is None else d + d_v)
     matrices = m * m * d + m * m * d_v
     if settings.inverse.method == "solve":
         matrices += m**3 // 6 + (settings.inverse.order - 1) * m * m * d_v
@@ -249,23 +238,17 @@ def flops(q, k, v, landmarks, key_mask, landmark_mask, settings, backend) -> int
 
 def _backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
+    inputs: Inputs,
     inverse: Tensor,
     u: Tensor,
     settings: AttentionSettings,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _implementation(backend).backward(
-        grad, q, k, v, landmarks, key_mask, landmark_mask, inverse, u, settings
-    )
+    return _implementation(backend).backward(grad, inputs, inverse, u, settings)
 
 
-def _fake_backward(grad, q, k, v, landmarks, *_):
+def _fake_backward(grad, inputs, *_):
+    q, k, v, landmarks, *_ = inputs
     return (
         token_tensor(q, q.shape[-1]),
         q.new_empty(0) if k is None else token_tensor(k, k.shape[-1]),
@@ -274,21 +257,20 @@ def _fake_backward(grad, q, k, v, landmarks, *_):
     )
 
 
-def backward_flops(grad, q, k, v, landmarks, *_) -> int:
+def backward_flops(grad, inputs, *_) -> int:
     """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, Eq. 12; few tokens: P V."""
-    batch, heads, n, d = q
-    m, n_k, d_v = landmarks[2], v[2], v[3]
+    batch, heads, n, d = inputs.q
+    m, n_k, d_v = inputs.landmarks[2], inputs.v[2], inputs.v[3]
     queries = n * m * (3 * d + 2 * d_v)
     again = n_k <= chunked.FEW_TOKENS
-    keys = n_k * m * ((2 + again) * d_v + (0 if k is None else 3 * d))
+    keys = n_k * m * ((2 + again) * d_v + (0 if inputs.k is None else 3 * d))
     matrices = 2 * m**3 + 3 * m * m * d_v + 2 * m * m * d
     return 2 * batch * heads * (queries + keys + matrices)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, settings, backend = inputs
+    tensors, *ctx.settings = inputs
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.settings = (settings, backend)
     ctx.set_materialize_grads(False)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from softfree.ops.attention.inverse import invert, newton_iterate
-from softfree.ops.attention.settings import AttentionSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs
 from softfree.ops.attention.solve import iterated_solve, ridge_solve
 from softfree.ops.shared.precision import compute_dtype
 
@@ -55,12 +55,7 @@ def normalize_inverse(inverse: Tensor, a: Tensor) -> Tensor:
 
 
 def soft_attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
+    inputs: Inputs,
     settings: AttentionSettings,
     *,
     unrolled_gradient: bool = False,
@@ -71,11 +66,7 @@ def soft_attention(
     ``Y'`` is ``Y`` (SOFT, Eq. 9) or ``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (SOFT++, Eq. 17).
 
     Args:
-        q: (batch, heads, n_q, d); k: (batch, heads, n_k, d), None: q; v: (batch, heads, n_k, d_v).
-        landmarks: (batch, heads, m, d).
-        key_mask: (batch, n_k) bool, True for keys that take part.
-        landmark_mask: (batch, m) bool, True for landmarks that take part.
-        settings: scale, normalize, and those of the inverse.
+        inputs, settings: as of :func:`softfree.soft_attention`.
         unrolled_gradient: differentiate through the Newton steps instead of by Eq. 12.
         exportable: for programs that leave Python (torch.export, ONNX): by operations that every exporter
             translates, which leaves Eq. 12 and differences of all tokens out.
@@ -83,6 +74,7 @@ def soft_attention(
     Returns:
         (batch, heads, n_q, d_v) of ``q``'s dtype.
     """
+    q, k, v, landmarks, key_mask, landmark_mask = inputs
     scale, normalize, inverse = settings
     kernel = product_kernel if exportable else gaussian_kernel
     invert_by = newton_iterate if unrolled_gradient or exportable else invert

@@ -1,4 +1,4 @@
-"""The settings of the attention and of its inverse, which travel as one record.
+"""Inputs and settings of the attention and of its inverse, which travel as records.
 
 A further setting is a field with its check here. The operator's schema, :mod:`softfree.ops.shared.registration`, has the
 fields by itself.
@@ -6,6 +6,8 @@ fields by itself.
 
 import math
 from typing import NamedTuple
+
+from torch import Tensor
 
 METHODS = ("newton", "solve")
 STARTS = ("scaled", "halving")
@@ -81,3 +83,14 @@ class AttentionSettings(NamedTuple):
         if not isinstance(self.scale, (int, float)) or not 0 < self.scale < math.inf:
             raise ValueError(f"scale must be a finite number > 0, got {self.scale!r}")
         self.inverse.check()
+
+
+class Inputs(NamedTuple):
+    """Tensors of the operator, see :func:`softfree.soft_attention`; k is None where the queries are the keys."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+    landmarks: Tensor
+    key_mask: Tensor | None = None
+    landmark_mask: Tensor | None = None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfree.ops.attention import operator as attention
-from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.norm import operator as norm
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast_dtype
@@ -140,7 +140,7 @@ def _forward(
     q, v = _split(qv, weights)
     products = window_product.forward(q[:, :, before_grid:], weights.landmark_weight, rows, columns)
     landmarks = _landmarks(products, weights, pooling, eps)
-    by_head, inverse, u = launch.forward(q, None, v, landmarks, None, None, settings)
+    by_head, inverse, u = launch.forward(Inputs(q, None, v, landmarks), settings)
     out, values = _merge(by_head), _merge(v)
     image = out[:, before_image:]
     share = _share(pooling)
@@ -164,7 +164,7 @@ def _fake(x, weights, pooling, places, eps, settings, keep):
     q, v = _split(qv, weights)
     products = window_product.empty_result(q, weights.landmark_weight, places.rows, places.columns)
     landmarks = products if pooling is None else products[:, :, : pooling.shape[0]]
-    out, inverse, u = attention.fake(q, None, v, landmarks, None, None, settings, "triton")
+    out, inverse, u = attention.fake(Inputs(q, None, v, landmarks), settings, "triton")
     return result, qv, _merge(out), products, inverse, u
 
 
@@ -195,7 +195,7 @@ def _backward(
     landmarks = _landmarks(kept.products, weights, pooling, eps)
     by_head = grad_out.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
     *_, grad_landmarks = launch.backward(
-        by_head, q, None, v, landmarks, None, None, kept.inverse, kept.u, settings,
+        by_head, Inputs(q, None, v, landmarks), kept.inverse, kept.u, settings,
         into=(grad_q, grad_v),
     )  # fmt: skip
     share = _share(pooling)
@@ -275,15 +275,15 @@ def _gradient(ctx: Any, grad, *_):
 def _flops(x, weights, pooling, places, eps, settings, keep) -> int:
     """Of its parts."""
     around, q, landmarks = _flops_around(x, weights, pooling, places)
-    return around + attention.flops(q, None, q, landmarks, None, None, settings, "triton")
+    return around + attention.flops(Inputs(q, None, q, landmarks), settings, "triton")
 
 
 def _backward_flops(grad, x, weights, pooling, kept, places, eps, settings) -> int:
     around, q, landmarks = _flops_around(x, weights, pooling, places)
-    return 2 * around + attention.backward_flops(None, q, None, q, landmarks)
+    return 2 * around + attention.backward_flops(None, Inputs(q, None, q, landmarks))
 
 
-def _flops_around(x, weights, pooling, places) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _flops_around(x, weights, pooling, places) -> tuple[int, Any, Any]:
     """Of projections, convolutions and pooling; shapes of queries and landmarks."""
     batch, n, channels = x
     heads = weights.value_weight[0]

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import softfree
 from softfree.ops.attention import reference
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.shared.registration import flatten
 
 from .problems import (
     BACKENDS,
@@ -509,7 +511,8 @@ def operator_arguments(
         problem = problem.map(lambda t: t.detach().requires_grad_())
     tensors = (problem.q, problem.k, problem.v, problem.landmarks)
     masks = (problem.key_mask, problem.landmark_mask)
-    return (*tensors, *masks, 0.4, normalize, 20, "halving", 0.01, "torch")
+    settings = AttentionSettings(0.4, normalize, InverseSettings(ridge=0.01))
+    return (*flatten(*tensors, *masks, settings, "torch"),)
 
 
 REGISTRATION_PROBLEMS = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import softfree
 from softfree.ops.attention import reference
-from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 
 from .problems import Problem, attend, random_problem, relative_error, solve
 
@@ -92,12 +92,7 @@ def test_equal_points_have_similarity_one_and_none_has_more():
 def unrolled(problem: Problem, start: str = "halving", normalize: bool = True):
     def function(q, k, v, landmarks):
         return reference.soft_attention(
-            q,
-            k,
-            v,
-            landmarks,
-            problem.key_mask,
-            problem.landmark_mask,
+            Inputs(q, k, v, landmarks, problem.key_mask, problem.landmark_mask),
             AttentionSettings(0.5, normalize, InverseSettings(start=start)),
             unrolled_gradient=True,
         )

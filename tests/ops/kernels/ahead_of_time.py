@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from softfree.ops.attention.kernels import launch
-from softfree.ops.attention.settings import AttentionSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.norm import operator as norm
 from softfree.ops.shared import devices, sums
@@ -154,8 +154,9 @@ def compile_call(architecture: int = 90, **settings) -> None:
     k = q.clone() if cross else None
     masks = (torch.ones(2, n, dtype=torch.bool), torch.ones(2, m, dtype=torch.bool))
     masks = masks if masked else (None, None)
-    _, *kept = launch.forward(q, k, v, landmarks, *masks, AttentionSettings(0.2))
-    launch.backward(v, q, k, v, landmarks, *masks, *kept, AttentionSettings(0.2))
+    inputs = Inputs(q, k, v, landmarks, *masks)
+    _, *kept = launch.forward(inputs, AttentionSettings(0.2))
+    launch.backward(v, inputs, *kept, AttentionSettings(0.2))
 
 
 def main() -> None:

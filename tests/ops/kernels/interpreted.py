@@ -15,7 +15,9 @@ import torch
 
 from softfree.ops.attention import chunked
 from softfree.ops.attention.kernels import launch
+from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.shared import devices
+from softfree.ops.shared.registration import flatten
 
 
 def poisoned(create):
@@ -33,7 +35,7 @@ def main() -> None:
         (140, (140, 140)),
     ):  # a triangle where one program makes the inverse
         q = torch.randn(1, 1, m, 8, requires_grad=True)
-        arguments = (q, None, q, q, None, None, 0.4, True, 20, "halving", 0.0, "triton")
+        arguments = flatten(q, None, q, q, None, None, AttentionSettings(0.4), "triton")
         torch.library.opcheck(
             torch.ops.softfree.attention.default, arguments, test_utils="test_faketensor"
         )

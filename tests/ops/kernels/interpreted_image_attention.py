@@ -14,7 +14,9 @@ from interpreted import poisoned
 
 import softfree
 from softfree.ops import image_attention
+from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.shared import devices
+from softfree.ops.shared.registration import flatten
 
 # heads, channels a head, stride, side of the values' convolution, size, tokens before the image, normalize,
 # landmarks
@@ -83,7 +85,7 @@ def main() -> None:
         (2, 30, 32), (64, 32), (64,), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3), (32, 32), (32,)
     )  # fmt: skip
     inputs = [torch.randn(shape).half().requires_grad_() for shape in shapes]
-    settings = (6, 5, 6, 5, 1e-5, 0.25, True, 20, "halving", 0.0, True)
+    settings = flatten(6, 5, 6, 5, 1e-5, AttentionSettings(0.25), True)
     for pooling in (None, torch.rand(4, 9)):
         arguments = (*inputs, pooling, *settings)
         torch.library.opcheck(torch.ops.softfree.image_attention, arguments)

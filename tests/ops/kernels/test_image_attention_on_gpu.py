@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import softfree
+from softfree.ops.attention.settings import AttentionSettings
+from softfree.ops.shared.registration import flatten
 
 from .gpu import ON_GPU, SIXTEEN_BIT, check_against_plain, plain_pytorch, poisoned_memory, spread
 
@@ -95,6 +97,6 @@ def test_operator_is_registered_correctly():
         (2, 30, 32), (64, 32), (64,), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3), (32, 32), (32,)
     )  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
-    settings = (6, 5, 6, 5, 1e-5, 0.25, True, 20, "halving", 0.0, True)
+    settings = flatten(6, 5, 6, 5, 1e-5, AttentionSettings(0.25), True)
     for pooling in (None, torch.rand(4, 9, device="cuda")):
         torch.library.opcheck(torch.ops.softfree.image_attention, (*inputs, pooling, *settings))

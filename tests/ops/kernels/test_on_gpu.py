@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import softfree
+from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.mlp import operator as mlp
+from softfree.ops.shared.registration import flatten
 from softfree.ops.value_conv import operator as value_conv
 
 from .cases import LARGE, SMALL, Case, arguments, errors, results
@@ -85,7 +87,7 @@ def test_operator_is_registered_correctly():
     tensors = arguments(case, "cuda")
     names = ("q", "k", "v", "landmarks")
     inputs = [t if t is None else t.float().requires_grad_() for t in (tensors[n] for n in names)]
-    settings = (0.25, True, 20, "halving", 0.0, "triton")
+    settings = flatten(AttentionSettings(0.25), "triton")
     torch.library.opcheck(
         torch.ops.softfree.attention, (*inputs, tensors["key_mask"], None, *settings)
     )

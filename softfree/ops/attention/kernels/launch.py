@@ -31,7 +31,7 @@ from softfree.ops.attention.kernels.tokens import (
     spread_backward_kernel,
     spread_kernel,
 )
-from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.attention.solve import cholesky_factor
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
@@ -169,205 +169,206 @@ def _fits(q: Tensor, block_m: int, widest: int) -> bool:
     return (widest <= 32 and block_m <= 128) or block_m <= 32
 
 
-def forward(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
-    settings: AttentionSettings,
-) -> tuple[Tensor, Tensor, Tensor]:
+class _Call:
+    """A call prepared for the kernels: tokens by rows, masks as bytes, and options that kernels share."""
+
+    def __init__(self, inputs: Inputs, settings: AttentionSettings):
+        q, k, v, landmarks, key_mask, landmark_mask = inputs
+        self.settings = settings
+        self.newton = settings.inverse.method == "newton"
+        self.shape = _Shape.of(q, v, landmarks)
+        self.cross = k is not None
+        self.q, self.v = _rows(q), _rows(v)
+        self.keys = self.q if k is None else _rows(k)
+        self.landmarks = landmarks.contiguous()
+        # Where there is no mask, a pointer that the kernels do not read.
+        self.key_mask, self.landmark_mask = (
+            q if mask is None else mask.contiguous().view(torch.uint8)
+            for mask in (key_mask, landmark_mask)
+        )
+        self.has_key_mask, self.has_landmark_mask = key_mask is not None, landmark_mask is not None
+        self.scale = settings.scale
+        self.log2_scale = settings.scale * math.log2(math.e)
+        self.flags = _flags(q)
+        self.blocks = dict(
+            BLOCK_M=self.shape.block_m, BLOCK_D=self.shape.block_d, BLOCK_C=self.shape.block_c,
+            HAS_LANDMARK_MASK=self.has_landmark_mask,
+        )  # fmt: skip
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of queries and keys."""
+        return self.q.shape[2], self.keys.shape[2]
+
+    def token_pass(self, tile: Tile) -> dict[str, Any]:
+        """What a pass over the tokens is compiled with."""
+        return self.blocks | self.flags | dict(
+            BLOCK_M=self.shape.tile_m, BLOCK_N=tile.tokens,
+            num_warps=tile.warps, num_stages=tile.stages, **self.shape.target,
+        )  # fmt: skip
+
+    def short(self, kernel: str) -> dict[str, Any]:
+        """What the one kernel of a short input is compiled with."""
+        tile = _tile(kernel, self.shape)
+        return self.blocks | self.flags | dict(
+            BLOCK_N=tile.tokens, HAS_KEY_MASK=self.has_key_mask, NORMALIZE=self.settings.normalize,
+            num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
+        )  # fmt: skip
+
+    def steps(self) -> dict[str, bool]:
+        """How a program takes Newton's steps."""
+        inverse = self.settings.inverse
+        return dict(
+            HALVING=inverse.start == "halving", SPLIT=inverse.iterations <= MAX_SPLIT_ITERATIONS
+        )
+
+
+def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.forward`, with the inverse in :func:`inverse_shape`."""
-    shape = _Shape.of(q, v, landmarks)
+    call = _Call(inputs, settings)
+    shape, q, keys, v, landmarks = call.shape, call.q, call.keys, call.v, call.landmarks
     x = token_tensor(q, shape.d_v)
     inverse = _float32(landmarks, *inverse_shape(landmarks, settings))
     u = _float32(landmarks, *sums_shape(v, landmarks))
     if x.numel() == 0:
         return x, inverse, u
-    q, v = _rows(q), _rows(v)
-    keys = q if k is None else _rows(k)
-    landmarks = landmarks.contiguous()
-    key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
-    flags = _flags(q)
-    scale, iterations = settings.scale, settings.inverse.iterations
-    newton = settings.inverse.method == "newton"
-    steps = dict(
-        NORMALIZE=settings.normalize,
-        HALVING=settings.inverse.start == "halving",
-        SPLIT=iterations <= MAX_SPLIT_ITERATIONS,
-    )
-    masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
-    log2_scale = scale * math.log2(math.e)
-    n, n_k = q.shape[2], keys.shape[2]
-    if newton and _one_launch(max(n, n_k), shape, q):
-        tile = _tile("short_forward", shape)
+    if call.newton and _one_launch(call):
         short_forward_kernel[(shape.rows,)](
-            q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), x, inverse,
-            shape.heads, n, n_k, shape.m, shape.d, shape.d_v,
-            *_strides(q), *_strides(keys), *_strides(v), *_strides(x),
-            scale, log2_scale, iterations, settings.inverse.ridge,
-            BLOCK_M=shape.block_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-            **masks, **steps, **flags, num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
+            q, keys, v, landmarks, call.key_mask, call.landmark_mask, x, inverse,
+            shape.heads, *call.lengths, shape.m, shape.d, shape.d_v,
+            *_strides(q, keys, v, x), call.scale, call.log2_scale,
+            settings.inverse.iterations, settings.inverse.ridge,
+            **call.short("short_forward"), **call.steps(),
         )  # fmt: skip
         return x, inverse, u
-    _, parts = _collect(keys, None, v, landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
-    if newton and shape.fused:
-        w = _mix(parts, landmarks, landmark_mask, inverse, u, settings, shape, steps)
+    _, parts = _collect(call, keys, None, v)
+    if call.newton and shape.fused:
+        w = _mix(call, parts, inverse, u)
     else:
         sums = _sum(parts, shape)
         u = sums if u.numel() > 0 else u
-        a = _landmark_matrix(landmarks, landmark_mask, scale)
+        a = _landmark_matrix(call)
         inverse = (
             _newton_inverse(a, settings.inverse)
-            if newton
+            if call.newton
             else cholesky_factor(a, settings.inverse.ridge)
         )
         w = torch_mixing.mix(sums, a, inverse, settings)
-    _spread(q, landmarks, landmark_mask, w, x, log2_scale, shape, flags)
+    _spread(call, w, x)
     return x, inverse, u
 
 
 def backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
+    inputs: Inputs,
     inverse: Tensor,
     u: Tensor,
     settings: AttentionSettings,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.backward`; the gradients of q and v go ``into`` tensors given."""
-    shape = _Shape.of(q, v, landmarks)
+    call = _Call(inputs, settings)
+    shape, q, keys, v, landmarks = call.shape, call.q, call.keys, call.v, call.landmarks
     grad_q, grad_v = into or (token_tensor(q, shape.d), token_tensor(v, shape.d_v))
-    grad_k = q.new_empty(0) if k is None else token_tensor(k, shape.d)
-    grad_landmarks = torch.empty_like(landmarks, memory_format=torch.contiguous_format)
+    grad_k = token_tensor(keys, shape.d) if call.cross else q.new_empty(0)
+    grad_landmarks = torch.empty_like(landmarks)
     if grad_q.numel() == 0:
         return grad_q, grad_k, grad_v, grad_landmarks
-    grad, q, v = _rows(grad), _rows(q), _rows(v)
-    keys, grad_keys = (q, grad_q) if k is None else (_rows(k), grad_k)
-    landmarks = landmarks.contiguous()
-    key_mask, landmark_mask = _mask(key_mask), _mask(landmark_mask)
-    flags = _flags(q)
-    scale, normalize = settings.scale, settings.normalize
-    newton = settings.inverse.method == "newton"
-    log2_scale = scale * math.log2(math.e)
-    blocks = dict(BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c)
-    masks = dict(HAS_KEY_MASK=key_mask is not None, HAS_LANDMARK_MASK=landmark_mask is not None)
-    n, n_k = q.shape[2], keys.shape[2]
-    tensors = (grad, q, keys, v, landmarks, _or(key_mask, q), _or(landmark_mask, q))
-    outputs = (grad_q, grad_keys, grad_v)
+    grad = _rows(grad)
+    n, n_k = call.lengths
+    tensors = (grad, q, keys, v, landmarks, call.key_mask, call.landmark_mask)
+    outputs = (grad_q, grad_k if call.cross else grad_q, grad_v)
     sizes = (shape.heads, n, n_k, shape.m, shape.d, shape.d_v)
-    strides = [stride for t in (grad, q, keys, v, *outputs) for stride in _strides(t)]
-    if newton and _one_launch(max(n, n_k), shape, q):
-        tile = _tile("short_backward", shape)
+    scales = (call.scale, call.log2_scale)
+    strides = _strides(grad, q, keys, v, *outputs)
+    if call.newton and _one_launch(call):
         short_backward_kernel[(shape.rows,)](
-            *tensors, inverse, *outputs, grad_landmarks, *sizes, *strides, scale, log2_scale,
-            BLOCK_N=tile.tokens, CROSS=k is not None, NORMALIZE=normalize,
-            **blocks, **masks, **flags, num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
+            *tensors, inverse, *outputs, grad_landmarks, *sizes, *strides, *scales,
+            CROSS=call.cross, **call.short("short_backward"),
         )  # fmt: skip
         return grad_q, grad_k, grad_v, grad_landmarks
-    rest = (landmarks, key_mask, landmark_mask, log2_scale, shape, flags)
     if u.numel() > 0:
-        dw_parts, _ = _collect(q, grad, None, *rest)
+        dw_parts, _ = _collect(call, q, grad, None)
         u_parts = u.view(shape.rows, 1, shape.m, shape.d_v)
-    elif k is None and shape.collects_both:
-        dw_parts, u_parts = _collect(q, grad, v, *rest)
+    elif not call.cross and shape.collects_both:
+        dw_parts, u_parts = _collect(call, q, grad, v)
     else:
-        dw_parts, _ = _collect(q, grad, None, *rest)
-        _, u_parts = _collect(keys, None, v, *rest)
+        dw_parts, _ = _collect(call, q, grad, None)
+        _, u_parts = _collect(call, keys, None, v)
     tile = _tile("spread_backward", shape)
     stretches, stretch = _deal(n, tile, shape.rows, q)
-    key_stretches, key_stretch = (0, 0) if k is None else _deal(n_k, tile, shape.rows, q)
+    key_stretches, key_stretch = _deal(n_k, tile, shape.rows, q) if call.cross else (0, 0)
     dl_parts = stretches + key_stretches
     dl = _float32(q, shape.rows, 1 + dl_parts, shape.m, shape.d)
     done = torch.empty((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
-    if newton and shape.fused:
+    if call.newton and shape.fused:
         w, du = (_float32(q, shape.rows, shape.m, shape.d_v) for _ in range(2))
         parts = u_parts.shape[1], dw_parts.shape[1]
         mixing_backward_kernel[(shape.rows,)](
-            landmarks, _or(landmark_mask, q), u_parts, dw_parts, inverse, w, du, dl, done,
-            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles, scale,
+            landmarks, call.landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done,
+            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles, call.scale,
             PARTS=_parts_at_once(max(parts), shape.block_m, shape.block_c),
-            HAS_LANDMARK_MASK=landmark_mask is not None,
-            NORMALIZE=normalize, FLOAT32=flags["FLOAT32"], **blocks,
+            NORMALIZE=settings.normalize, FLOAT32=call.flags["FLOAT32"], **call.blocks,
             num_warps=_tile("mixing_backward", shape).warps, **as_for_ampere(),
         )  # fmt: skip
     else:
-        points = landmarks.float()
-        if landmark_mask is not None:
-            points = torch.where(landmark_mask[:, None, :, None] != 0, points, 0)
-        a = _landmark_matrix(landmarks, landmark_mask, scale)
+        points, mask = landmarks.float(), inputs.landmark_mask
+        if mask is not None:
+            points = torch.where(mask[:, None, :, None], points, 0)
         w, du, through_inverse = torch_mixing.mixing_backward(
-            _sum(dw_parts, shape), _sum(u_parts, shape), a, inverse, points, _as_bool(landmark_mask),
-            settings,
+            _sum(dw_parts, shape), _sum(u_parts, shape), _landmark_matrix(call), inverse, points,
+            mask, settings,
         )  # fmt: skip
         dl[:, 0] = through_inverse.flatten(0, 1)
         done.zero_()
-    options = blocks | flags | dict(
-        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, HAS_LANDMARK_MASK=landmark_mask is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
-    )  # fmt: skip
+    options = call.token_pass(tile)
     if shape.tiles > 1:
-        roles = [(q, grad_q, n, True, k is None)]
-        if k is not None:
+        roles = [(q, grad_q, n, True, not call.cross)]
+        if call.cross:
             roles.append((keys, grad_k, n_k, False, True))
         for tokens, out, length, as_queries, as_keys in roles:
-            strides_here = [s for t in (tokens, grad, v, out, grad_v) for s in _strides(t)]
             spread_tiled_backward_kernel[(shape.rows * tiles_of(length, tile.tokens),)](
-                tokens, grad, v, landmarks, _or(key_mask, q), _or(landmark_mask, q), w, du, out, grad_v,
-                shape.heads, length, shape.m, shape.d, shape.d_v, *strides_here, scale, log2_scale,
-                QUERIES=as_queries, KEYS=as_keys, HAS_KEY_MASK=key_mask is not None and as_keys,
+                tokens, grad, v, landmarks, call.key_mask, call.landmark_mask, w, du, out, grad_v,
+                shape.heads, length, shape.m, shape.d, shape.d_v,
+                *_strides(tokens, grad, v, out, grad_v), *scales,
+                QUERIES=as_queries, KEYS=as_keys, HAS_KEY_MASK=call.has_key_mask and as_keys,
                 **options,
             )  # fmt: skip
     spread_backward_kernel[(shape.rows * dl_parts, shape.tiles)](
         *tensors, w, du, *outputs, dl, done, grad_landmarks,
-        *sizes, dl_parts, stretches, stretch, key_stretch, *strides, scale, log2_scale,
-        PARTS=_parts_at_once(1 + dl_parts, shape.tile_m, shape.block_d), CROSS=k is not None,
-        WRITE=shape.tiles == 1, HAS_KEY_MASK=key_mask is not None, **options,
+        *sizes, dl_parts, stretches, stretch, key_stretch, *strides, *scales,
+        PARTS=_parts_at_once(1 + dl_parts, shape.tile_m, shape.block_d), CROSS=call.cross,
+        WRITE=shape.tiles == 1, HAS_KEY_MASK=call.has_key_mask, **options,
     )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_landmarks
 
 
-def _mix(
-    parts: Tensor,
-    landmarks: Tensor,
-    landmark_mask: Tensor | None,
-    inverse: Tensor,
-    u: Tensor,
-    settings: AttentionSettings,
-    shape: _Shape,
-    newton: dict,
-) -> Tensor:
+def _mix(call: _Call, parts: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
     """Write the inverse and U, unless that is empty; return W = Y' U."""
-    w = _float32(landmarks, shape.rows, shape.m, shape.d_v)
+    shape, settings = call.shape, call.settings
+    w = _float32(parts, shape.rows, shape.m, shape.d_v)
     scratch, panel = w, 0
     if shape.block_m > MAX_LANDMARKS_IN_REGISTERS:
-        scratch, panel = _float32(landmarks, shape.rows, 3, shape.block_m, shape.block_m), 32
+        scratch, panel = _float32(parts, shape.rows, 3, shape.block_m, shape.block_m), 32
     mixing_kernel[(shape.rows,)](
-        landmarks, _or(landmark_mask, landmarks), parts, inverse, u, w, scratch,
-        shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], settings.scale,
+        call.landmarks, call.landmark_mask, parts, inverse, u, w, scratch,
+        shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], call.scale,
         settings.inverse.iterations, settings.inverse.ridge,
-        BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
         PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
-        HAS_LANDMARK_MASK=landmark_mask is not None, FLOAT32=landmarks.dtype == torch.float32,
-        KEEP=u.numel() > 0, **newton, num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
+        FLOAT32=call.flags["FLOAT32"], KEEP=u.numel() > 0, NORMALIZE=settings.normalize,
+        **call.blocks, **call.steps(), num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
     )  # fmt: skip
     return w
 
 
-def _landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
+def _landmark_matrix(call: _Call) -> Tensor:
     """``A = kappa(L, L)``, (batch, heads, m, m), of landmarks too many for one program."""
-    batch, heads, m, d = landmarks.shape
-    a = _float32(landmarks, batch, heads, m, m)
+    batch, heads, m, d = call.landmarks.shape
+    a = _float32(call.landmarks, batch, heads, m, m)
     tiles = tiles_of(m, 64)
     landmark_matrix_kernel[(batch * heads * tiles * tiles,)](
-        landmarks, _or(landmark_mask, landmarks), a, heads, m, d, scale, tiles,
-        BLOCK=64, HAS_LANDMARK_MASK=landmark_mask is not None,
+        call.landmarks, call.landmark_mask, a, heads, m, d, call.scale, tiles,
+        BLOCK=64, HAS_LANDMARK_MASK=call.has_landmark_mask,
     )  # fmt: skip
     return a
 
@@ -413,73 +414,50 @@ def _split(matrices: Tensor, side: int) -> Tensor:
     return parts
 
 
-def _spread(
-    q: Tensor,
-    landmarks: Tensor,
-    landmark_mask: Tensor | None,
-    w: Tensor,
-    x: Tensor,
-    log2_scale: float,
-    shape: _Shape,
-    flags: dict,
-) -> None:
+def _spread(call: _Call, w: Tensor, x: Tensor) -> None:
     """Write ``X = kappa(Q, L) W``."""
+    shape, q, n = call.shape, call.q, call.q.shape[2]
     tile = _tile("spread", shape)
-    n = q.shape[2]
-    tensors = (q, landmarks, _or(landmark_mask, q), w, x)
+    tensors = (q, call.landmarks, call.landmark_mask, w, x)
     sizes = (shape.heads, n, shape.m, shape.d, shape.d_v)
-    options = dict(
-        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
-        HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
-        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
-    )  # fmt: skip
+    strides, options = _strides(q, x), call.token_pass(tile)
     if shape.tiles > 1:
         spread_tiled_kernel[(shape.rows * tiles_of(n, tile.tokens),)](
-            *tensors, *sizes, *_strides(q), *_strides(x), log2_scale, **options
+            *tensors, *sizes, *strides, call.log2_scale, **options
         )
     else:
         count, stretch = _deal(n, tile, shape.rows, q)
         spread_kernel[(shape.rows * count,)](
-            *tensors, *sizes, count, stretch, *_strides(q), *_strides(x), log2_scale, **options
+            *tensors, *sizes, count, stretch, *strides, call.log2_scale, **options
         )
 
 
 def _collect(
-    tokens: Tensor,
-    grad: Tensor | None,
-    v: Tensor | None,
-    landmarks: Tensor,
-    key_mask: Tensor | None,
-    landmark_mask: Tensor | None,
-    log2_scale: float,
-    shape: _Shape,
-    flags: dict,
+    call: _Call, tokens: Tensor, grad: Tensor | None, v: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Parts (batch * heads, parts, m, d_v) of ``dW = kappa(L, T) G`` and ``U = kappa(L, T) V``.
 
     Of one of them only, returned twice, where ``grad`` or ``v`` is None; the mask is for U alone.
     """
+    shape, n = call.shape, tokens.shape[2]
     tile = _tile("collect", shape)
-    n = tokens.shape[2]
     count, stretch = _deal(n, tile, shape.rows, tokens)
     given = [t for t in (grad, v) if t is not None]
     parts = _float32(tokens, len(given), shape.rows, count, shape.m, shape.d_v)
     collect_kernel[(shape.rows * count, shape.tiles)](
-        tokens, given[0], given[-1], landmarks, _or(key_mask, tokens), _or(landmark_mask, tokens),
+        tokens, given[0], given[-1], call.landmarks, call.key_mask, call.landmark_mask,
         parts[0], parts[-1], shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
-        *_strides(tokens), *_strides(given[0]), *_strides(given[-1]), log2_scale,
-        BLOCK_M=shape.tile_m, BLOCK_N=tile.tokens, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
+        *_strides(tokens, given[0], given[-1]), call.log2_scale,
         QUERIES=grad is not None, KEYS=v is not None,
-        HAS_KEY_MASK=key_mask is not None and v is not None,
-        HAS_LANDMARK_MASK=landmark_mask is not None, **flags,
-        num_warps=tile.warps, num_stages=tile.stages, **shape.target,
+        HAS_KEY_MASK=call.has_key_mask and v is not None, **call.token_pass(tile),
     )  # fmt: skip
     return parts[0], parts[-1]
 
 
-def _one_launch(n: int, shape: _Shape, like: Tensor) -> bool:
+def _one_launch(call: _Call) -> bool:
     """Whether one kernel does all: few tokens a head, and few heads."""
-    count = devices.processors(like.device)
+    shape, n = call.shape, max(call.lengths)
+    count = devices.processors(call.q.device)
     fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS
     return fits and any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
 
@@ -518,18 +496,5 @@ def _rows(tokens: Tensor) -> Tensor:
     return tokens if tokens.stride(3) == 1 else tokens.contiguous()
 
 
-def _strides(tokens: Tensor) -> tuple[int, int, int]:
-    return tokens.stride(0), tokens.stride(1), tokens.stride(2)
-
-
-def _mask(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous().view(torch.uint8)
-
-
-def _as_bool(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.view(torch.bool)
-
-
-def _or(mask: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer to pass where there is no mask; the kernel does not read it."""
-    return other if mask is None else mask
+def _strides(*tokens: Tensor) -> list[int]:
+    return [tensor.stride(axis) for tensor in tokens for axis in range(3)]
