@@ -98,7 +98,7 @@ def curves(rows: list[Row], across: str, along: str) -> dict[str, list[tuple[flo
 
 
 def draw_speed(axes: Axes, accuracies: list[Row], speeds: dict[str, Row]) -> None:
-    """Top-1 against training images a second, with the memory of training in words.
+    """Top-1 against training images per second, with the memory of training in words.
 
     Hollow: with the class token; full: with average pooling and drop path. A bar is one standard error of a
     share p of n test pictures, sqrt(p (1 - p) / n).
@@ -131,7 +131,7 @@ def draw_speed(axes: Axes, accuracies: list[Row], speeds: dict[str, Row]) -> Non
         xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", fontsize=9,
     )  # fmt: skip
     axes.margins(x=0.38, y=0.15)  # room for the labels
-    axes.set_xlabel("training images a second at 224 x 224, batch 256")
+    axes.set_xlabel("training images per second at 224 x 224, batch 256")
     axes.set_ylabel(f"top-1 in % at {TRAINED_AT} x {TRAINED_AT}")
     axes.set_title(
         "Accuracy against throughput\n"
@@ -178,7 +178,7 @@ def draw_times() -> None:
     ]  # fmt: skip
     one = costs[0]
     title = (
-        f"Attention, {one.dim} channels a head, {one.landmarks} landmarks, {one.dtype}\n"
+        f"Attention, {one.dim} channels per head, {one.landmarks} landmarks, {one.dtype}\n"
         f"{measured(rows)}"
     )
     figure = attention_cost.draw_times(costs, title)
@@ -244,7 +244,7 @@ def draw_training() -> None:
 
 
 def draw_precision() -> None:
-    """Loss and gradient norm against steps: a row of panels an attention, a line a precision."""
+    """Loss and gradient norm against steps: a row of panels per attention, a line per precision."""
     rows = [row for row in read("ablations_curves", SECOND) if row["kind"] == "train"]
     skipped = {row["run"]: row["skipped_steps"] for row in rows}  # counts all steps until there
     figure = new_figure(10, 8)
@@ -274,7 +274,7 @@ def draw_precision() -> None:
 
 
 def draw_longrange() -> None:
-    """Accuracy on dev against steps: a panel a task, a line an attention."""
+    """Accuracy on dev against steps: a panel per task, a line per attention."""
     tasks = {
         title: (read(task, prefix), read(f"{task}_curves", prefix))
         for task, (prefix, title) in TASKS.items()

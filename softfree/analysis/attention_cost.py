@@ -186,7 +186,7 @@ def measure_costs(
         backends: of the operator, each for each of our attentions.
         dtype: a name among ``DTYPES``.
         device: where to run.
-        bandwidth: bytes a second of the memory, see :func:`softfree.analysis.copy_bandwidth`.
+        bandwidth: bytes per second of the memory, see :func:`softfree.analysis.copy_bandwidth`.
         backward: also time forward and backward together.
         seconds: for each figure.
         report: told what is going on.

@@ -32,7 +32,7 @@ def residual_curves(model: nn.Module, images: Iterable[Tensor], steps: int) -> d
 
 
 def draw_convergence(curves: dict[int, Tensor], taken: set[int], title: str) -> Any:
-    """Residual against step, a panel a stage."""
+    """Residual against step, one panel per stage."""
     figure = new_figure(2.6 * len(curves) + 0.8, 4)
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     for index, (axes, (stage, found)) in enumerate(zip(panels, curves.items(), strict=True)):

@@ -54,7 +54,7 @@ class Measured(NamedTuple):
     note: str = ""
 
     def per_second(self, count: int) -> float | None:
-        """Things a second, ``count`` of which are in a call."""
+        """Things per second, ``count`` of which are in a call."""
         return None if self.seconds is None else count / self.seconds
 
     @property
@@ -291,7 +291,7 @@ def capture_graph(call: Callable[[], object], calls: int = 1) -> Callable[[], ob
 
 
 def copy_bandwidth(device: torch.device | str = "cpu", *, size: int | None = None) -> float:
-    """Bytes a second that a large copy reads and writes together: the memory's practical speed.
+    """Bytes per second that a large copy reads and writes together: the memory's practical speed.
 
     Args:
         device: whose memory.

@@ -120,26 +120,26 @@ def measure_model(
 
 
 def relate_to_first(rows: Sequence[Any], kinds: Iterable[str]) -> None:
-    """Fill in the ratios of images a second to the first row's."""
+    """Fill in the ratios of images per second to the first row's."""
     relate(rows, rows[0], {f"{kind}_img_per_s": f"{kind}_ratio_to_first" for kind in kinds})
 
 
 def draw_speeds(
     rows: Sequence[Any], names: Sequence[str], kinds: Mapping[str, str], title: str
 ) -> Any:
-    """Bars of images a second and of GiB, one for each kind of work, in the words of ``kinds``."""
+    """Bars of images per second and of GiB, one for each kind of work, in the words of ``kinds``."""
     panels = {
         words: {
             label: [getattr(row, f"{kind}_{figure}") for row in rows]
             for kind, label in kinds.items()
         }
-        for figure, words in (("img_per_s", "images a second"), ("peak_gib", "GiB"))
+        for figure, words in (("img_per_s", "images per second"), ("peak_gib", "GiB"))
     }
     return draw_bars(names, panels, title)
 
 
 def fill(row: Any, kind: str, found: Measured, images: int) -> None:
-    """Write images a second, GiB and notes into a row's fields for this kind of work."""
+    """Write images per second, GiB and notes into a row's fields for this kind of work."""
     setattr(row, f"{kind}_img_per_s", found.per_second(images))
     if found.peak_bytes is not None:
         setattr(row, f"{kind}_peak_gib", found.peak_bytes / 2**30)

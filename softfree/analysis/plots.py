@@ -80,7 +80,7 @@ def draw_bars(
     panels: Mapping[str, Mapping[str, Sequence[float | None]]],
     title: str,
 ) -> Any:
-    """A panel a figure, in it a group of bars a name; None leaves a gap.
+    """One panel per figure, with a group of bars for each name; None leaves a gap.
 
     Args:
         panels: by the panel's words, and then by the legend's, one value for each of ``names``.
@@ -110,7 +110,7 @@ def draw_bars(
 
 
 def draw_resolution(curves: Mapping[str, Curve], trained: Mapping[str, int]) -> Any:
-    """Accuracy against size, a line a checkpoint; a ring where it was trained."""
+    """Accuracy against size, one line per checkpoint; a ring marks the size of its training."""
     figure = new_figure(7, 4.8)
     axes = figure.add_subplot()
     for index, (title, curve) in enumerate(curves.items()):

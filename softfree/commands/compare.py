@@ -279,7 +279,7 @@ def write(rows: Sequence[Comparison], settings: CompareSettings) -> None:
             "here": [row.test_accuracy for row in rows],
             "papers": [row.paper_accuracy for row in rows],
         },
-        "training, samples a second": {"here": [row.train_samples_per_s for row in rows]},
+        "training, samples per second": {"here": [row.train_samples_per_s for row in rows]},
         "training, MiB": {"here": [row.train_peak_mib for row in rows]},
     }
     report = Report(settings.run.device, settings.csv, settings.plot)
@@ -288,7 +288,7 @@ def write(rows: Sequence[Comparison], settings: CompareSettings) -> None:
         rows,
         COLUMNS,
         "test: accuracy at the step that was best on dev; paper: Table 12.\n"
-        "1/s: samples a second, of full length; ratio: to softmax.\n"
+        "1/s: samples per second, of full length; ratio: to softmax.\n"
         "MiB: the most that a training step held beyond weights and input.\n"
         "GMACs: billions of multiply-adds for one sample.",
         lambda title: draw_bars([LABELS[row.attention] for row in rows], panels, title),

@@ -97,7 +97,7 @@ def show_backbone(
         f"cropped to {side}²\n"
         f"Backbone  {count_parameters(network) / 1e6:.1f} M parameters, "
         f"{macs / 1e9:.1f} billion multiply-adds; untrained\n"
-        f"Time      [bold]{1e3 * timing.fastest:.0f} ms[/] an image, the fastest of {timing.repeats}\n"
+        f"Time      [bold]{1e3 * timing.fastest:.0f} ms[/] per image, the fastest of {timing.repeats}\n"
         f"Result    {len(maps)} feature maps, as detectors and segmenters take them:"
     )
     table = Table("stage", header_style="bold")

@@ -258,7 +258,7 @@ def test_models_stand_beside_each_other_with_ratios_to_the_first(tmp_path, capsy
         assert "batch norms folded" in row["note"] and "not" not in row["note"]
     out = capsys.readouterr().out
     assert "batch 2, 32², bfloat16 autocast, channels last" in out
-    assert "ratio: images a second over those of resnet10t" in out
+    assert "ratio: images per second over those of resnet10t" in out
 
 
 def test_only_the_bench_asked_for_is_run(tmp_path, capsys):

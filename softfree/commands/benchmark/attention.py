@@ -78,7 +78,7 @@ def attention(
         ):  # fmt: skip
             costs += group
     report.publish(
-        f"Attention: {head_dim} channels a head, {landmarks} landmarks, {chosen}",
+        f"Attention: {head_dim} channels per head, {landmarks} landmarks, {chosen}",
         costs,
         cost_columns(where.type == "cuda", backward),
         legend(costs, where.type == "cuda", bandwidth, backward),

@@ -108,8 +108,8 @@ def detector(
         },
         "params: of the whole detector.\n"
         "alone: the backbone's forward and backward through its four maps.\n"
-        f"step: {detector}'s forward, losses of {OBJECTS} objects a picture, backward and AdamW's step.\n"
-        f"ratio: images a second over those of {rows[0].name}.\n"
+        f"step: {detector}'s forward, losses of {OBJECTS} objects per picture, backward and AdamW's step.\n"
+        f"ratio: images per second over those of {rows[0].name}.\n"
         "GiB: the most that was held at once, weights and images included.",
         lambda title: draw_speeds(rows, [row.name for row in rows], WORDS, title),
         records=[{**dataclasses.asdict(row), **extra} for row in rows],

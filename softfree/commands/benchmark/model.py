@@ -135,7 +135,7 @@ def model_columns(kinds: Sequence[str], title: str = "model") -> Columns:
 
 
 def speed_columns(kinds: Mapping[str, str]) -> Columns:
-    """Images a second, ratio to the first row and GiB of each kind of work, with its word in the titles."""
+    """Images per second, ratio to the first row and GiB of each kind of work, with its word in the titles."""
     columns = {}
     for kind, word in kinds.items():
         columns[f"{word}\nimg/s"] = field(f"{kind}_img_per_s")
@@ -148,7 +148,7 @@ def legend(first: str, conditions: ModelConditions, kinds: Sequence[str]) -> str
     """How to read the table."""
     step = f"train: forward, cross-entropy, backward and {conditions.opt}'s step.\n"
     return (
-        (step if "train" in kinds else "") + f"ratio: images a second over those of {first}.\n"
+        (step if "train" in kinds else "") + f"ratio: images per second over those of {first}.\n"
         "GiB: the most that was held at once, weights and images included.\n"
         f"GMACs: billions of multiply-adds for one image of {conditions.img_size}²."
     )
