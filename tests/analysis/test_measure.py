@@ -151,6 +151,7 @@ def test_bandwidth_counts_reading_and_writing(monkeypatch):
     assert copy_bandwidth("cpu", size=1000) == 4000
 
 
+@pytest.mark.long  # compares times, so it wants the GPU for itself
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_queued_and_graphed_times_of_a_long_call_agree():
