@@ -19,7 +19,7 @@ help:  ## this list
 quickstart: $(VENV)/installed  ## install, then train on handwritten digits, score and draw the result
 	$(BIN)/softfree quickstart
 
-# One thread a worker: threads of several workers on the same cores wait for each other.
+# One thread per worker: threads of several workers on the same cores wait for each other.
 test: lint  ## format, lint, types and tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

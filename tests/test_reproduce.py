@@ -102,7 +102,7 @@ def test_softfree_understands_every_command(table, script, parse):
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_what_is_there_is_not_made_again(table, script):
+def test_existing_files_are_not_made_again(table, script):
     assert script.run(table).returncode == 0
     made = script.commands()
     assert script.run(table).returncode == 0

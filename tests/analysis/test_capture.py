@@ -266,7 +266,7 @@ def test_wrong_inputs_say_what_would_work():
 
 @pytest.mark.slow
 def test_a_row_at_2048_pixels_holds_no_square_matrix():
-    """262,144 tokens: the matrix would take 256 GiB a head, a row and its chunks a few dozen MiB."""
+    """262,144 tokens: the matrix would take 256 GiB per head, a row and its chunks a few dozen MiB."""
     torch.manual_seed(0)
     model = timm.create_model(
         "softpp_tiny", landmarks="conv:49", embed_dims=(32, 32, 32, 32), num_heads=(1, 1, 1, 1),

@@ -23,7 +23,7 @@ def test_demo_shows_four_maps_and_the_race(capsys):
     assert "112 x 112" in out and "softfree models" in out
 
 
-def test_a_picture_of_ones_own_is_used(tmp_path, capsys):
+def test_the_users_own_picture_is_used(tmp_path, capsys):
     Image.new("L", (90, 70)).save(tmp_path / "grey.png")
     arguments = [str(tmp_path / "grey.png"), "--device", "cpu", "--max-tokens", "784"]
     assert demo.main(arguments) == 0

@@ -1,4 +1,4 @@
-"""Commands that are several: help and errors are those of the one that was asked for."""
+"""Commands with subcommands: help and errors are those of the subcommand asked for."""
 
 import pytest
 

@@ -125,7 +125,7 @@ def test_folders_that_are_wrong_give_one_clear_line(folders, tmp_path, capsys, s
         (["--freeze", "*"], "--freeze leaves no parameter"),
     ],
 )
-def test_arguments_that_can_not_be_meant_give_one_clear_line(tmp_path, capsys, argv, message):
+def test_invalid_arguments_give_one_clear_line(tmp_path, capsys, argv, message):
     assert run("--output", tmp_path / "out", *SHORT, *argv) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
@@ -158,7 +158,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "last").is_dir()
 
 
-def test_a_task_that_is_none_gets_advice(capsys):
+def test_an_unknown_task_gets_advice(capsys):
     assert softfree_cli.main(["train"]) == 2
     assert softfree_cli.main(["train", "poetry"]) == 2
     assert "train what? One of classification" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_another_task_is_refused(tmp_path, capsys):
         (["--batch-size", "0"], "--batch-size must be above 0"),
     ],
 )
-def test_arguments_that_can_not_be_meant_give_one_clear_line(trained, capsys, argv, message):
+def test_invalid_arguments_give_one_clear_line(trained, capsys, argv, message):
     assert run("--checkpoint", trained / "best", *argv) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
@@ -123,6 +123,6 @@ def test_the_checkpoint_says_of_which_task_it_is(trained, capsys):
     assert "is a checkpoint of classification, not of detection" in capsys.readouterr().err
 
 
-def test_a_task_that_is_none_gets_advice(capsys):
+def test_an_unknown_task_gets_advice(capsys):
     assert softfree_cli.main(["validate"]) == 2
     assert "validate what? One of classification" in capsys.readouterr().err

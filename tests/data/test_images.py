@@ -1,4 +1,4 @@
-"""Pictures of every kind are read rightly, bad ones stop nothing, and randomness can be repeated."""
+"""Pictures of every kind are read correctly, bad ones stop nothing, and randomness can be repeated."""
 
 import random
 import struct
@@ -337,7 +337,7 @@ def test_training_transform_of_timm_can_be_repeated():
     assert not torch.equal(noisy[11][0], noisy[12][0])
 
 
-def test_generators_go_on_as_if_nothing_had_been_drawn():
+def test_generators_continue_as_if_nothing_had_been_drawn():
     def draws() -> list[float]:
         return random_transform(picture()).tolist()
 

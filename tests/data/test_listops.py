@@ -118,7 +118,7 @@ def test_more_samples_than_there_are_is_an_error_that_says_so():
         generate(401, rules=rules)
 
 
-def test_rules_that_can_not_be_met_are_refused():
+def test_rules_that_cannot_be_met_are_refused():
     with pytest.raises(ValueError, match="max_length"):
         ListOpsRules(min_length=50, max_length=51)
     with pytest.raises(ValueError, match="max_args"):

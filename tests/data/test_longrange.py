@@ -93,7 +93,7 @@ def test_blank_json_lines_are_left_out_and_a_file_without_others_is_named(tmp_pa
         load_longrange("text", tmp_path)
 
 
-def test_a_packed_file_that_is_none_is_named(tmp_path):
+def test_an_invalid_packed_file_is_named(tmp_path):
     (tmp_path / "train.jsonl.gz").write_text('{"text": "a", "label": 0}')
     with pytest.raises(ValueError, match=r"train.jsonl.gz can't be read: Not a gzipped file"):
         load_longrange("text", tmp_path)

@@ -29,7 +29,7 @@ BROWSERS = (
     "chromium-browser",
     "google-chrome",
 )
-PATIENCE = 600.0  # only against waiting for ever
+PATIENCE = 600.0  # guards against a hang; nothing depends on it
 BAD = "#message:not([hidden])"
 
 

@@ -83,7 +83,7 @@ def test_every_parameter_and_the_input_get_a_gradient(spec, sequence):
 @pytest.mark.parametrize("size", [(8, 8), (7, 5)])
 @pytest.mark.parametrize("kernel_size", [3, 5])
 def test_the_value_convolution_is_the_grouped_one_of_the_release(size, kernel_size):
-    """There V is permuted so that heads are the channels of a convolution with one group a head."""
+    """There V is permuted so that heads are the channels of a convolution with one group per head."""
     conv = ValueConv(HEADS, kernel_size).double()
     v = tokens(size[0] * size[1])
     permuted = heads(v).transpose(2, 3).unflatten(3, size).transpose(1, 2)
@@ -277,7 +277,7 @@ def test_gains_multiply_the_initial_weights_of_queries_output_and_landmarks():
         ),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused_when_the_layer_is_built(kwargs, message):
+def test_invalid_settings_are_refused_when_the_layer_is_built(kwargs, message):
     with pytest.raises(ValueError, match=message):
         softfree.SoftAttention(**kwargs)
 

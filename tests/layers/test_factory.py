@@ -239,7 +239,7 @@ def test_a_solve_has_a_ridge_of_its_own_in_both_unless_one_is_given():
         ("reformer", dict(sequence=True, dim=15), ValueError, "dim=15, num_heads=2"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(name, options, error, message):
+def test_invalid_settings_are_refused(name, options, error, message):
     with pytest.raises(error, match=message):
         create_attention(name, **{"dim": DIM, "num_heads": HEADS, **options})
 

@@ -67,7 +67,7 @@ def test_every_way_to_write_landmarks_is_understood(given, expected):
         ("conv", 1, 2),
     ],
 )
-def test_landmarks_that_cannot_be_meant_are_refused_by_name(given):
+def test_invalid_landmarks_are_refused_by_name(given):
     with pytest.raises(ValueError, match="landmarks"):
         LandmarkSpec.parse(given)
 

@@ -62,7 +62,7 @@ def test_img_size_384_is_offered_by_the_full_model():
 
 @pytest.mark.parametrize("img_size", [0, (64, -1), (1, 2, 3)])
 @pytest.mark.parametrize("name", KINDS)
-def test_image_sizes_that_cannot_be_meant_are_refused(name, img_size):
+def test_invalid_image_sizes_are_refused(name, img_size):
     with pytest.raises(ValueError, match="img_size"):
         small(name, img_size=img_size)
 

@@ -150,7 +150,7 @@ def test_sizes_of_none_are_refused_by_name(create, name):
 
 
 @pytest.mark.parametrize("width", [7, 28, 260])
-def test_channels_that_the_heads_norm_can_not_share_out_are_refused(width):
+def test_channels_that_the_heads_norm_cannot_share_out_are_refused(width):
     with pytest.raises(ValueError, match="`width` must be a multiple of"):
         retinanet("softpp_tiny", width=width, head_norm=True)
 

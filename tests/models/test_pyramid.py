@@ -138,7 +138,7 @@ def test_without_overlap_the_maps_have_the_same_sizes(size):
         (dict(backend="none"), "backend must be one of"),
     ],
 )
-def test_architectures_that_cannot_be_meant_are_refused(change, message):
+def test_invalid_architectures_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         small("softpp_tiny", **change)
 

@@ -174,7 +174,7 @@ def _distributed_step(rank: int, store: str, names: list[str]) -> None:
             dist.all_gather(both, gradient)
             assert torch.equal(*both), name
     dist.barrier()
-    os._exit(0)  # gloo's own end may wait for ever for a process that has gone
+    os._exit(0)  # gloo's shutdown may wait forever for a process that is gone
 
 
 def test_data_parallel_training_finds_no_unused_parameters(monkeypatch, tmp_path):

@@ -216,7 +216,7 @@ def test_sizes_that_no_picture_can_have_are_refused(tmp_path, given, message):
         (dict(proposals=1, detector="mask-rcnn"), "`proposals` must be at least 2, got 1"),
     ],
 )
-def test_detectors_that_can_not_be_built_or_trained_are_refused(tmp_path, given, message):
+def test_detectors_that_cannot_be_built_or_trained_are_refused(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
         Detection(override(tiny(tmp_path), {"detector": given}), shapes())
 

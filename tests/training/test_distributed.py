@@ -1,4 +1,4 @@
-"""Several processes (gloo) give what one gives; a killed worker comes back; flags are agreed on."""
+"""Several processes (gloo) give what one gives; a killed worker is restarted; flags are agreed on."""
 
 import csv
 import subprocess
@@ -63,7 +63,7 @@ def test_two_processes_give_the_losses_and_scores_of_one(tmp_path, alone, fsdp):
 
 
 @pytest.mark.slow
-def test_a_sharded_run_goes_on_in_one_process_and_the_other_way_round(tmp_path, alone):
+def test_a_sharded_run_continues_in_one_process_and_vice_versa(tmp_path, alone):
     flags = ["--model_ema", "True", "--fsdp", "True", "--epochs", "3"]
     subprocess.run(torchrun(tmp_path, *flags, "--stop_at", "8"), timeout=600)
     assert read_state(tmp_path / "last")["position"]["step"] < 3 * (SAMPLES // 8)
@@ -76,7 +76,7 @@ def test_a_sharded_run_goes_on_in_one_process_and_the_other_way_round(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_killed_worker_comes_back_and_the_run_goes_on(tmp_path, alone):
+def test_a_killed_worker_is_restarted_and_the_run_continues(tmp_path, alone):
     done = subprocess.run(
         torchrun(tmp_path, "--model_ema", "True", "--save_every", "'2'", "--kill_at", "9", restarts=1),
         capture_output=True, text=True, timeout=600,

@@ -97,7 +97,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(tmp_path):
     ],
     ids=str,
 )
-def test_a_run_stopped_within_an_epoch_goes_on_as_if_nothing_had_been(tmp_path, changes):
+def test_a_run_stopped_within_an_epoch_continues_as_if_never_stopped(tmp_path, changes):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_toy(whole, **changes)
     passes = changes.get("grad_accum_steps", 1)
@@ -164,7 +164,7 @@ def test_a_signal_during_an_evaluation_ends_it_and_the_resumed_run_repeats_it(tm
     assert [int(row["step"]) for row in read(tmp_path / "stopped" / "eval.csv")] == [6, 12, 18]
 
 
-def test_a_run_stopped_before_its_first_step_goes_on_as_if_nothing_had_been(tmp_path):
+def test_a_run_stopped_before_its_first_step_continues_as_if_never_stopped(tmp_path):
     class StoppedWhileBuilding(Toy):
         def build_model(self):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -23,6 +23,6 @@ def test_intervals_that_are_none_are_refused(text):
         (dict(betas=(2.0, 3.0)), "`betas`"),
     ],
 )
-def test_values_that_can_not_be_meant_are_refused_by_their_flag(changes, flag):
+def test_invalid_values_are_refused_by_their_flag(changes, flag):
     with pytest.raises(ValueError, match=f"{flag} must"):
         check_settings(OptimSettings(**changes), RunSettings())

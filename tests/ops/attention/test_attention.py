@@ -410,7 +410,7 @@ def test_strides_do_not_matter(backend, dtype):
 
 
 @backends
-def test_expanded_inputs_and_gradients_are_read_rightly(backend):
+def test_expanded_inputs_and_gradients_are_read_correctly(backend):
     problem = random_problem(batch=1)
     expanded = problem.map(lambda t: t.expand(3, -1, -1, -1))
     expanded = dataclasses.replace(
@@ -528,13 +528,13 @@ REGISTRATION_PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", REGISTRATION_PROBLEMS)
-def test_the_operator_is_registered_rightly(name):
+def test_the_operator_is_registered_correctly(name):
     problem = REGISTRATION_PROBLEMS[name]()
     torch.library.opcheck(torch.ops.softfree.attention.default, operator_arguments(problem))
 
 
 @pytest.mark.parametrize("name", REGISTRATION_PROBLEMS)
-def test_the_gradient_operator_is_registered_rightly(name):
+def test_the_gradient_operator_is_registered_correctly(name):
     problem = REGISTRATION_PROBLEMS[name]()
     arguments = operator_arguments(problem, grad=False)
     out, *kept = torch.ops.softfree.attention(*arguments)

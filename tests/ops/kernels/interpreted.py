@@ -46,7 +46,9 @@ def main() -> None:
     for path, tokens in (("one launch", 1024), ("three launches", 0)):
         launch.ONE_LAUNCH = ((tokens, 1000),)
         chunked.FEW_TOKENS = tokens or 60  # in three launches some cases keep U, others do not
-        devices.processors = lambda device: 6  # several programs a head, so that parts are added up
+        devices.processors = lambda device: (
+            6
+        )  # several programs per head, so that parts are added up
         for name, case in cases.SMALL.items():
             for dtype in (torch.float32, torch.float16):
                 # So many landmarks go one way whatever the tokens, and take most of the time.

@@ -1,6 +1,6 @@
 """A layer as one operator in Triton's interpreter, against the layer's parts in float64.
 
-Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line a case:
+Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line per case:
 relative errors of the result and of the gradients of the tokens and of every parameter.
 """
 
@@ -18,7 +18,7 @@ from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.shared import devices
 from softfree.ops.shared.registration import flatten
 
-# heads, channels a head, stride, side of the values' convolution, size, tokens before the image, normalize,
+# heads, channels per head, stride, side of the values' convolution, size, tokens before the image, normalize,
 # landmarks
 CASES = [
     (2, 16, 4, 5, (9, 7), 0, True, "conv"),

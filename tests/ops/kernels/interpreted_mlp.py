@@ -1,6 +1,6 @@
 """A block's MLP in Triton's interpreter, against PyTorch's in float64.
 
-Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line a case:
+Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line per case:
 relative errors of the result and of the gradients of the tokens and of every parameter, and how many
 tensors as wide as the hidden layer were kept for the backward pass.
 """

@@ -1,6 +1,6 @@
 """The norms' kernels in Triton's interpreter, against PyTorch's in float64.
 
-Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line a case:
+Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line per case:
 relative errors of the result and of the gradients of all inputs.
 """
 

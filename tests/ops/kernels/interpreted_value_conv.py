@@ -1,6 +1,6 @@
 """The value convolution's kernels in Triton's interpreter, against PyTorch's convolution in float64.
 
-It prints one JSON line a case: relative errors of the result, alone and added to a base, and of both gradients.
+It prints one JSON line per case: relative errors of the result, alone and added to a base, and of both gradients.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from softfree.ops.shared import devices
 from softfree.ops.value_conv import operator as value_conv
 
-# heads, channels a head, kernel, height, width
+# heads, channels per head, kernel, height, width
 CASES = [(2, 8, 3, 5, 7), (1, 20, 5, 9, 3), (3, 16, 9, 4, 58), (2, 16, 3, 1, 1)]
 
 

@@ -1,6 +1,6 @@
 """The window product's kernels in Triton's interpreter, against the copy and product in float64.
 
-Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line a case:
+Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line per case:
 relative errors of the result and of both gradients.
 """
 

@@ -10,7 +10,7 @@ from softfree.ops.shared.registration import flatten
 from .gpu import ON_GPU, SIXTEEN_BIT, check_against_plain, plain_pytorch, poisoned_memory, spread
 
 pytestmark = ON_GPU
-# batch, heads, channels a head, stride, side of the values' convolution, size, tokens before the image, landmarks
+# batch, heads, channels per head, stride, side of the values' convolution, size, tokens before the image, landmarks
 CASES = {
     "stage 1": (8, 2, 32, 8, 9, (56, 56), 0),
     "stage 1, large batch": (256, 2, 32, 8, 9, (56, 56), 0),

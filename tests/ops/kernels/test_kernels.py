@@ -83,7 +83,7 @@ def test_kernels_compile_and_fit_the_chip(architecture):
     for kernel in short + long:
         assert kernel["shared"] <= shared_memory, kernel
         # The passes over the tokens must not spill (on sm_80 a few numbers that wait for the end of the loop
-        # do no harm); the m x m part, once a head, may.
+        # do no harm); the m x m part, once per head, may.
         token_pass = kernel["name"] in {"collect_kernel", "spread_kernel", "spread_backward_kernel"}
         allowed = {80: 128, 90: 0}[architecture] if token_pass else 1024
         assert kernel["spilled"] <= allowed, kernel
