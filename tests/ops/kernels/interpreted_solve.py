@@ -15,7 +15,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from softfree.ops.attention.kernels.solve import solve_backward_kernel, solve_kernel
+from softfree.ops.attention.kernels.solve import (
+    landmark_gradient_kernel,
+    solve_backward_kernel,
+    solve_kernel,
+)
 from softfree.ops.shared.shapes import block
 
 RIDGES = {1: 0.01, 2: 0.1}
@@ -118,11 +122,17 @@ def errors(kind: str, shape: tuple, dtype: torch.dtype, order: int, normalize: b
     w_again, du, dl = nan(heads, m, d_v), nan(heads, m, d_v), nan(heads, 2, m, d)
     done = torch.full((heads, 1), 7, dtype=torch.int32)
     chunks = -(-d_v // block_c)
+    rows_kept = nan(heads, count * tile + 2)
     scratch = nan(heads, chunks, 4, 2, count * tile, block_c).half()
     solve_backward_kernel[(heads,)](
-        landmarks, mask.view(torch.uint8), u, grad_w, factor, scratch, w_again, du, dl, done,
-        heads, m, d, d_v, u_parts, dw_parts, 2, 1, scale, ridge,
+        landmarks, mask.view(torch.uint8), u, grad_w, factor, scratch, rows_kept, w_again, du, done,
+        heads, m, d, d_v, u_parts, dw_parts, 1, scale, ridge,
         BLOCK_C=block_c, CHUNKS=chunks, **common,
+    )  # fmt: skip
+    shared = {name: common[name] for name in common if name not in ("PARTS", "NORMALIZE")}
+    landmark_gradient_kernel[(heads,)](
+        landmarks, mask.view(torch.uint8), scratch, rows_kept, dl, heads, m, d, 2, scale,
+        BLOCK_C=block_c, CHUNKS=chunks, **shared,
     )  # fmt: skip
     assert (done == 0).all()
     lower = torch.zeros(heads, m, m)

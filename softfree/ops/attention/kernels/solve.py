@@ -469,19 +469,20 @@ def solve_twice(
 
 @triton.jit
 def solve_backward_kernel(
-    p_l, p_landmark_mask, p_u_parts, p_dw_parts, p_factor, p_scratch, p_w, p_du, p_dl, p_done,
-    heads, m, d, d_v, u_parts, dw_parts, dl_parts, tiles, scale, ridge,
+    p_l, p_landmark_mask, p_u_parts, p_dw_parts, p_factor, p_scratch, p_rows, p_w, p_du, p_done,
+    heads, m, d, d_v, u_parts, dw_parts, tiles, scale, ridge,
     COUNT: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     CHUNKS: tl.constexpr, PARTS: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr,
     NORMALIZE: tl.constexpr, ORDER: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads the parts of U and dW; writes W, dU and, as part 0, the gradient of L.
+    """Grid (batch * heads,). Reads the parts of U and dW; writes W, dU and what landmark_gradient_kernel needs.
 
     With x = D^-1/2 U, g = D^-1/2 dW and, at order 2, once = G x, back = G g, right = G (x + r once),
     again = r G back, left = back + again: W = D^-1/2 right, dU = D^-1/2 left, and
     ``dA = -(back right^T + again once^T)`` less ``D^-1 rowsum(g * right + x * left) / 2`` in every row. At order 1
     right is once, left is back and ``dA = -back right^T``. p_scratch holds these four of a chunk of channels,
-    (CHUNKS, 4, 2, COUNT * TILE, C) of float16 a head: one warp's registers do not.
+    (CHUNKS, 4, 2, COUNT * TILE, C) of float16 a head: one warp's registers do not. p_rows takes what goes through the
+    rows, (COUNT * TILE,), and the sizes of U and dW that all is divided by.
 
     Also sets the head's counters to 0, by which the next pass knows that all parts of dL are there.
     """
@@ -495,7 +496,6 @@ def solve_backward_kernel(
     BLOCK: tl.constexpr = 2 * COUNT * TILE * BLOCK_C
     p_scratch += head * CHUNKS * 4 * BLOCK
     offs = tl.arange(0, TILE)
-    b_eye = offs[:, None] == offs[None, :]
     blocks, present = landmark_blocks(
         p_l, p_landmark_mask + (head // heads) * m, m, d, COUNT, TILE, BLOCK_D, HAS_LANDMARK_MASK
     )
@@ -565,13 +565,44 @@ def solve_backward_kernel(
                 b_through += 0.5 * roots[i] * roots[i] * b_rows
             rows_of_w = rows_of_w + (b_through,)
         through_rows = rows_of_w
-    tl.debug_barrier()
+    p_rows += head * (COUNT * TILE + 2)
+    for i in tl.static_range(COUNT):
+        tl.store(p_rows + i * TILE + offs, through_rows[i])
+    tl.store(p_rows + COUNT * TILE, u_size)
+    tl.store(p_rows + COUNT * TILE + 1, g_size)
+    offs_tile = tl.arange(0, 128)
+    tl.store(p_done + head * tiles + offs_tile, 0, mask=offs_tile < tiles)
+
+
+@triton.jit
+def landmark_gradient_kernel(
+    p_l, p_landmark_mask, p_scratch, p_rows, p_dl,
+    heads, m, d, dl_parts, scale,
+    COUNT: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    CHUNKS: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, ORDER: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * heads,). Reads what solve_backward_kernel left; writes, as part 0, the gradient of L through Y'."""
+    head = tl.program_id(0).to(tl.int64)
+    p_l += head * m * d
+    BLOCK: tl.constexpr = 2 * COUNT * TILE * BLOCK_C
+    p_scratch += head * CHUNKS * 4 * BLOCK
+    p_rows += head * (COUNT * TILE + 2)
+    offs = tl.arange(0, TILE)
+    b_eye = offs[:, None] == offs[None, :]
+    blocks, present = landmark_blocks(
+        p_l, p_landmark_mask + (head // heads) * m, m, d, COUNT, TILE, BLOCK_D, HAS_LANDMARK_MASK
+    )
+    a_tiles = landmark_tiles(p_l, blocks, present, d, scale, COUNT, TILE, FLOAT32)
+    u_size = tl.load(p_rows + COUNT * TILE)
+    g_size = tl.load(p_rows + COUNT * TILE + 1)
     # E = scale A * (dA + dA^T), symmetric; what lies on its diagonal would cancel.
     e_tiles = ()
     e_size = 1e-30
     for i in tl.static_range(COUNT):
         for j in tl.static_range(i + 1):
-            b_s = through_rows[i][:, None] + through_rows[j][None, :]
+            b_s = tl.load(p_rows + i * TILE + offs)[:, None]
+            b_s += tl.load(p_rows + j * TILE + offs)[None, :]
             for chunk in tl.static_range(CHUNKS):
                 p_once = p_scratch + chunk * 4 * BLOCK
                 p_right = p_once + BLOCK
@@ -607,5 +638,3 @@ def solve_backward_kernel(
         p_tile = p_dl + head * dl_parts * m * d + rows[:, None] * d + offs_d[None, :]
         mask = (rows < m)[:, None] & (offs_d < d)[None, :]
         tl.store(p_tile, b_dl * u_size * g_size, mask=mask)
-    offs_tile = tl.arange(0, 128)
-    tl.store(p_done + head * tiles + offs_tile, 0, mask=offs_tile < tiles)
