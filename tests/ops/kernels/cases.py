@@ -29,6 +29,7 @@ class Case:
     start: str = "halving"
     ridge: float = 0.0
     iterations: int = 20
+    inverse: str = "newton"
 
 
 SMALL = {
@@ -38,6 +39,7 @@ SMALL = {
     "cross": Case(21, 5, 16, n_k=50, d_v=24, key_mask=True, normalize=False, start="scaled"),
     "ridge": Case(40, 9, 8, normalize=False, start="scaled", ridge=0.01),
     "many steps": Case(20, 3, 8, iterations=40),
+    "solve": Case(40, 9, 8, key_mask=True, landmark_mask=True, inverse="solve", ridge=0.1),
     "landmarks in tiles": Case(45, 40, 40, key_mask=True, landmark_mask=True),
     "landmarks in tiles, cross": Case(33, 50, 48, n_k=21, d_v=20, key_mask=True),
     "landmarks beyond the registers": Case(80, 70, 16, batch=1, landmark_mask=True),
@@ -103,6 +105,7 @@ def results(
         start=case.start,
         ridge=case.ridge,
         iterations=case.iterations,
+        inverse=case.inverse,
         backend=backend,
     )
     gradients = torch.autograd.grad(x, list(inputs.values()), tensors["grad"].to(dtype))

@@ -253,7 +253,7 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
             if call.newton
             else cholesky_factor(a, settings.inverse.ridge)
         )
-        w = torch_mixing.mix(sums, a, inverse, settings)
+        w = torch_mixing.mix(sums, a, inverse, settings).contiguous()  # a solve is by columns
     _spread(call, w, x)
     return x, inverse, u
 
@@ -319,6 +319,7 @@ def backward(
             _sum(dw_parts, shape), _sum(u_parts, shape), _landmark_matrix(call), inverse, points,
             mask, settings,
         )  # fmt: skip
+        w, du = w.contiguous(), du.contiguous()
         dl[:, 0] = through_inverse.flatten(0, 1)
         done.zero_()
     options = call.token_pass(tile)
