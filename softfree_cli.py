@@ -6,6 +6,7 @@ importing anything inside ``softfree`` imports torch and timm, which takes secon
 
 import gc
 import importlib
+import logging
 import os
 import re
 import sys
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(_unknown(name))
     if renamed := _renamed(arguments):
         return _fail(renamed)
+    # What the library has to say goes to stderr, without names and levels.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("softfree").setLevel(logging.INFO)
     try:
         # Inside the try: the import takes seconds in which a user may press Ctrl-C.
         command = _load(name, own_process=argv is None)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from softfree.data.images import some
 from softfree.data.shapes import CLASSES, SIDE, draw_shapes
 
+logger = logging.getLogger(__name__)
 Annotations = dict[str, Any]
 # What every entry of a COCO file must have.
 FIELDS = {
@@ -118,8 +120,7 @@ def check_annotations(
     Args:
         source: where they are from, for the message.
         masks: check masks too.
-        skip_bad: leave out the bad ones and print how many, instead of raising
-            (``--skip-bad-annotations``).
+        skip_bad: leave out the bad ones and log how many, instead of raising.
     """
     for section in ("images", "categories"):
         ids = [entry["id"] for entry in annotations[section]]
@@ -139,7 +140,7 @@ def check_annotations(
                 f"{found}; correct them, or leave them out with `skip_bad_annotations`"
             )
         if os.environ.get("RANK", "0") == "0":
-            print(f"{found}; they are left out")
+            logger.warning("%s; they are left out", found)
     left_out = {id(annotation) for annotation, _ in bad}
     kept = [a for a in annotations["annotations"] if id(a) not in left_out]
     if not kept:

@@ -1,5 +1,6 @@
 """Pictures with boxes, labels and masks: COCO json files, or the embedded shapes."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from softfree.data.images import (
     part_readable,
     some,
 )
-from softfree.data.shapes import SIDE, draw_shapes
+from softfree.data.shapes import SHAPES, SIDE, SPLITS, draw_shapes
 
 ANNOTATION_FILES = (
     "annotations/instances_{split}2017.json",
@@ -189,7 +190,7 @@ def load_detection(
     *,
     masks: bool = False,
     skip_bad: bool = False,
-    shapes: tuple[int, int] = (1000, 200),
+    shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> DetectionData:
     """Training and validation pictures, checked.
@@ -202,14 +203,8 @@ def load_detection(
         skip_bad: leave out annotations that can't be used, instead of an error.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
-    counts = dict(zip(("train", "val"), shapes, strict=True))
-
-    def load(split: str) -> CocoDetection:
-        return load_split(
-            data_dir, split, masks=masks, skip_bad=skip_bad, shapes=counts[split], side=side
-        )
-
-    train, val = both_splits(load)
+    options: dict[str, Any] = dict(masks=masks, skip_bad=skip_bad, shapes=shapes, side=side)
+    train, val = both_splits(functools.partial(load_split, data_dir, **options))
     in_train, in_val = (
         [f"{number} {name!r}" for number, name in zip(x.category_ids, x.class_names, strict=True)]
         for x in (train, val)
@@ -230,12 +225,12 @@ def load_split(
     *,
     masks: bool = False,
     skip_bad: bool = False,
-    shapes: int = 200,
+    shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> CocoDetection:
     """One split, "train" or "val", checked: annotations, and that every file is there; see load_detection."""
     if data_dir is None:
-        annotations = shape_annotations(shapes, split=split, side=side)
+        annotations = shape_annotations(shapes[SPLITS.index(split)], split=split, side=side)
         return CocoDetection(annotations, _DrawShapes(split, side), masks=masks)
     root = Path(data_dir)
     if not root.is_dir():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,14 @@ VAL_NAMES = ("val", "validation", "valid", "test")
 MAX_PIXELS = 100_000_000
 MAX_NAMED = 5
 T = TypeVar("T")
+
+
+class MapData(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 class UnreadableImageError(ValueError):

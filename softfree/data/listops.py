@@ -11,7 +11,7 @@ enough to be kept: a hundred thousand take less than a minute.
 """
 
 import io
-from collections.abc import Callable
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from softfree.data.files import replace_durably
 
+logger = logging.getLogger(__name__)
 PAD = 0
 DIGITS = 1  # the digit d is token DIGITS + d
 OPERATORS = {"MIN": 11, "MAX": 12, "MED": 13, "SM": 14}
@@ -56,6 +57,9 @@ class ListOpsRules:
             )
 
 
+LRA_RULES = ListOpsRules()
+
+
 class Samples(NamedTuple):
     """Token sequences, one behind the other: sample i is ``tokens[offsets[i] : offsets[i + 1]]``."""
 
@@ -82,21 +86,8 @@ def to_text(tokens: NDArray[np.uint8]) -> str:
     return " ".join(names.get(token, str(token - DIGITS)) for token in tokens.tolist())
 
 
-def generate(
-    count: int,
-    seed: int = 0,
-    rules: ListOpsRules | None = None,
-    report: Callable[[int], None] | None = None,
-) -> Samples:
-    """``count`` different samples; the first ones are the same whatever the count.
-
-    Args:
-        count: how many.
-        seed: the same seed gives the same samples.
-        rules: depth, arguments and lengths.
-        report: called with the number of samples found so far.
-    """
-    rules = rules or ListOpsRules()
+def generate(count: int, seed: int = 0, rules: ListOpsRules = LRA_RULES) -> Samples:
+    """``count`` different samples of a seed; the first ones are the same whatever the count."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     rng = np.random.default_rng(seed)
@@ -111,8 +102,6 @@ def generate(
         fruitless = 0 if len(found) > before else fruitless + 1
         if fruitless == 100:
             raise ValueError(f"only {before} of {count} different samples exist under {rules}")
-        if report is not None:
-            report(min(len(found), count))
     chosen = list(found)[:count]
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum([len(sample) for sample in chosen], out=offsets[1:])
@@ -124,20 +113,22 @@ def load(
     folder: Path,
     sizes: tuple[int, int, int] = (96_000, 2_000, 2_000),
     seed: int = 0,
-    rules: ListOpsRules | None = None,
-    report: Callable[[int], None] | None = None,
+    rules: ListOpsRules = LRA_RULES,
 ) -> dict[str, Samples]:
     """Train, dev and test samples from the cache in ``folder``, made first if they are not there.
 
     The test samples come first in the stream of the seed, then dev, then train: with fewer training samples the
     others stay as they are.
     """
-    rules = rules or ListOpsRules()
     numbers = "-".join(map(str, (seed, sum(sizes), *asdict(rules).values())))
     path = Path(folder) / f"listops-v{_FORMAT}-{numbers}.npz"
     if not path.exists():
-        _make(path, sum(sizes), seed, rules, report)
-    samples = _read(path)
+        _make(path, sum(sizes), seed, rules)
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            samples = Samples(stored["tokens"], stored["offsets"], stored["labels"])
+    except (ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
     train, dev, test = sizes
     return {
         "train": samples.cut(test + dev, test + dev + train),
@@ -146,31 +137,18 @@ def load(
     }
 
 
-def _make(
-    path: Path,
-    count: int,
-    seed: int,
-    rules: ListOpsRules,
-    report: Callable[[int], None] | None,
-) -> None:
+def _make(path: Path, count: int, seed: int, rules: ListOpsRules) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Processes of one distributed run ask at the same time: one makes the samples, the others wait.
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
+                logger.info("making the samples of listops, once")
                 buffer = io.BytesIO()
-                np.savez(buffer, **generate(count, seed, rules, report)._asdict())
+                np.savez(buffer, **generate(count, seed, rules)._asdict())
                 replace_durably(path, buffer.getvalue())
     except PermissionError as error:
         raise ValueError(f"`data_dir`: can't write {path.parent} to keep ListOps there") from error
-
-
-def _read(path: Path) -> Samples:
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            return Samples(stored["tokens"], stored["offsets"], stored["labels"])
-    except (ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
 
 
 class _Level(NamedTuple):

@@ -19,10 +19,10 @@ import json
 import lzma
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from torch.utils.data import Dataset
 
 from softfree.data import listops
 from softfree.data.classification import load_images
-from softfree.data.images import UnreadableImageError, open_image
+from softfree.data.images import ImageFiles, MapData, UnreadableImageError, open_image
 from softfree.data.listops import PAD, Samples
 
 SIDE = 32
@@ -88,28 +88,18 @@ def find_task(name: str) -> LongRangeTask:
     return TASKS[name]
 
 
-class LongRangeDataset(Dataset):
-    """Map-style; an item is (tokens, label), tokens int64 (n,), or a list of two of them for pairs."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class LongRangeData:
-    """What a run on one task reads."""
+    """What a run on one task reads.
+
+    An item is (tokens, label), tokens int64 (n,), or a list of two of them for pairs.
+    """
 
     task: LongRangeTask
-    train: LongRangeDataset
-    dev: LongRangeDataset
-    test: LongRangeDataset
     class_names: tuple[str, ...]
+    train: MapData
+    dev: MapData
+    test: MapData
 
 
 class SequenceBatch(NamedTuple):
@@ -129,7 +119,6 @@ def load_longrange(
     *,
     seed: int = 0,
     listops_sizes: tuple[int, int, int] = (96_000, 2_000, 2_000),
-    report: Callable[[int], None] | None = None,
 ) -> LongRangeData:
     """Train, dev and test samples of a task.
 
@@ -138,15 +127,14 @@ def load_longrange(
         data_dir: its files; for listops the folder of the cache, None for the user's cache folder.
         seed: of the ListOps samples. What belongs to dev where a task has no such files never changes.
         listops_sizes: ListOps samples in train, dev and test.
-        report: called with the number of ListOps samples made so far.
     """
     task = find_task(name)
     if name == "listops":
-        found = listops.load(data_dir or cache_folder(), listops_sizes, seed, report=report)
-        train, dev, test = (
-            PackedSequences(found[split], 0, task.length) for split in ("train", "dev", "test")
-        )
-        return LongRangeData(task, train, dev, test, class_names=tuple(map(str, range(10))))
+        # The user's cache folder, if no other is given.
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softfree"
+        found = listops.load(data_dir or cache, listops_sizes, seed)
+        splits = (PackedSequences(found[name], 0, task.length) for name in ("train", "dev", "test"))
+        return LongRangeData(task, tuple(map(str, range(10))), *splits)
     if data_dir is None:
         raise ValueError(f"`task` {name} needs `data_dir` with {task.needs}")
     root = Path(data_dir)
@@ -163,23 +151,15 @@ def load_longrange(
     return reader[name](task, root)
 
 
-def cache_folder() -> Path:
-    """The user's cache folder, ``$XDG_CACHE_HOME/softfree`` or ``~/.cache/softfree``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softfree"
-
-
+@dataclass(frozen=True)
 class PadSequences:
     """A ``collate_fn``: sequences cut to ``length`` and padded to the longest of the batch.
 
-    Args:
-        length: of the longest sequence that the model takes.
-        multiple: padded lengths are multiples of this (but for ``length`` itself), so that there are few
-            different shapes.
+    Padded lengths are multiples of ``multiple`` (but for ``length`` itself): there are few different shapes.
     """
 
-    def __init__(self, length: int, multiple: int = 64):
-        self.length = length
-        self.multiple = multiple
+    length: int
+    multiple: int = 64
 
     def __call__(self, samples: Sequence[tuple[Any, int]]) -> SequenceBatch:
         inputs, labels = zip(*samples, strict=True)
@@ -196,13 +176,13 @@ class PadSequences:
         return SequenceBatch(tokens, None if mask.all() else mask, torch.tensor(labels))
 
 
-class PackedSequences(LongRangeDataset):
+@dataclass(frozen=True)
+class PackedSequences(Dataset):
     """Sequences that are in memory, one byte per token; ``shift`` is added to each."""
 
-    def __init__(self, samples: Samples, shift: int, length: int):
-        super().__init__(length)
-        self.samples = samples
-        self.shift = shift
+    samples: Samples
+    shift: int
+    length: int
 
     def __len__(self) -> int:
         return len(self.samples.labels)
@@ -236,20 +216,20 @@ def _load_text(task: LongRangeTask, root: Path) -> LongRangeData:
     # LRA chooses the best step by the test reviews, having no others. A dev.jsonl is used in their place.
     has_dev = not folders and _find_json_lines(root, "dev") is not None
     dev = _read_json_lines(task, root, "dev") if has_dev else test
-    return LongRangeData(task, train, dev, test, class_names=("negative", "positive"))
+    return LongRangeData(task, ("negative", "positive"), train, dev, test)
 
 
 def _read_imdb(task: LongRangeTask, root: Path, split: str) -> PackedSequences:
-    def documents() -> Iterator[tuple[bytes, int]]:
-        for label, name in enumerate(("neg", "pos")):
-            paths = sorted((root / split / name).glob("*.txt"))
-            if not paths:
-                raise FileNotFoundError(f"`data_dir`: {root / split / name} has no .txt files")
-            for path in paths:
-                with path.open("rb") as file:
-                    yield file.read(task.length), label
-
-    return _pack(task, documents(), root / split)
+    texts, labels = [], []
+    for label, name in enumerate(("neg", "pos")):
+        paths = sorted((root / split / name).glob("*.txt"))
+        if not paths:
+            raise FileNotFoundError(f"`data_dir`: {root / split / name} has no .txt files")
+        for path in paths:
+            with path.open("rb") as file:
+                texts.append(file.read(task.length))
+                labels.append(label)
+    return _pack_texts(task, texts, labels)
 
 
 def _find_json_lines(root: Path, split: str) -> Path | None:
@@ -263,54 +243,44 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
         raise FileNotFoundError(
             f"`data_dir` {root} has no {split}.jsonl; `task` text needs {task.needs}"
         )
+    texts, labels = [], []
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            text, label = row["text"].encode(), int(row["label"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f'`data_dir`: {path}, line {number} must be {{"text": "...", "label": 0 or 1}}, '
+                f"got {line[:60].decode(errors='replace').strip()}"
+            ) from error
+        _check_label(label, task, f"{path}, line {number}")
+        texts.append(text[: task.length])
+        labels.append(label)
+    if not texts:
+        raise ValueError(f"`data_dir`: {path} has no sample for `task` {task.name}")
+    return _pack_texts(task, texts, labels)
 
-    def documents() -> Iterator[tuple[bytes, int]]:
-        with _open_packed(path) as file:
-            for number, line in enumerate(_lines(file, path), 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                    text, label = row["text"].encode(), int(row["label"])
-                except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                    raise ValueError(
-                        f'`data_dir`: {path}, line {number} must be {{"text": "...", "label": 0 or 1}}, '
-                        f"got {line[:60].decode(errors='replace').strip()}"
-                    ) from error
-                _check_label(label, task, f"{path}, line {number}")
-                yield text, label
 
-    return _pack(task, documents(), path)
-
-
-def _open_packed(path: Path) -> IO[bytes]:
+def _lines(path: Path) -> Iterator[bytes]:
     opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(path.suffix, open)
-    return opener(path, "rb")
-
-
-def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     try:
-        yield from file
+        with opener(path, "rb") as file:
+            yield from file
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"`data_dir`: {path} can't be read: {error}") from error
 
 
-def _pack(
-    task: LongRangeTask, documents: Iterable[tuple[bytes, int]], source: Path
-) -> PackedSequences:
-    rows, labels = [], []
-    for text, label in documents:
-        rows.append(encode_text(text, task.length))
-        labels.append(label)
-    if not rows:
-        raise ValueError(f"`data_dir`: {source} has no sample for `task` {task.name}")
-    return PackedSequences(pack(rows, labels), 1, task.length)
+def _pack_texts(task: LongRangeTask, texts: list[bytes], labels: list[int]) -> PackedSequences:
+    return _pack(task, [encode_text(text, task.length) for text in texts], labels)
 
 
-def pack(rows: Sequence[NDArray[np.uint8]], labels: Sequence[int]) -> Samples:
+def _pack(task: LongRangeTask, rows: Any, labels: Any) -> PackedSequences:
     """Sequences of bytes, one behind the other."""
     offsets = np.cumsum([0, *map(len, rows)])
-    return Samples(np.concatenate(rows), offsets, np.array(labels, np.uint8))
+    samples = Samples(np.concatenate(rows), offsets, np.array(labels, np.uint8))
+    return PackedSequences(samples, 1, task.length)
 
 
 def _check_label(label: float, task: LongRangeTask, where: str) -> None:
@@ -324,17 +294,22 @@ def _check_label(label: float, task: LongRangeTask, where: str) -> None:
 # Retrieval
 
 
-class DocumentPairs(LongRangeDataset):
+class DocumentPairs(Dataset):
     """LRA's tsv: label, id1, id2, text1, text2 with a tab between, no quotes, no header.
 
-    The file has gigabytes, so it stays on disk; only where its lines begin is kept.
+    The file has gigabytes, so it stays on disk; only where its lines begin, and the last ends, is kept.
     """
 
     def __init__(self, task: LongRangeTask, path: Path):
-        super().__init__(task.length)
         self.task = task
         self.path = path
-        self.starts = _line_starts(path, task)
+        starts = array.array("q", [0])
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                # Checked now, so that none stops a run later.
+                _parse_pair(line, task, f"{path}, line {number}")
+                starts.append(starts[-1] + len(line))
+        self.starts = np.array(starts)
         if not len(self):
             raise ValueError(f"`data_dir`: {path} is empty")
 
@@ -347,7 +322,7 @@ class DocumentPairs(LongRangeDataset):
             file.seek(first)
             line = file.read(last - first)
         texts, label = _parse_pair(line, self.task, f"{self.path}, line {index + 1}")
-        return [to_tokens(encode_text(text, self.length)) for text in texts], label
+        return [to_tokens(encode_text(text, self.task.length)) for text in texts], label
 
 
 def _parse_pair(line: bytes, task: LongRangeTask, where: str) -> tuple[list[bytes], int]:
@@ -366,16 +341,6 @@ def _parse_pair(line: bytes, task: LongRangeTask, where: str) -> tuple[list[byte
     return texts, int(label)
 
 
-def _line_starts(path: Path, task: LongRangeTask) -> NDArray[np.int64]:
-    """Where each line begins, and the end of the last; checks every line, so that none stops a run later."""
-    starts = array.array("q", [0])
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            _parse_pair(line, task, f"{path}, line {number}")
-            starts.append(starts[-1] + len(line))
-    return np.array(starts)
-
-
 def _load_retrieval(task: LongRangeTask, root: Path) -> LongRangeData:
     found = []
     for split in ("train", "eval", "test"):
@@ -386,8 +351,7 @@ def _load_retrieval(task: LongRangeTask, root: Path) -> LongRangeData:
                 f"`task` retrieval needs {task.needs}"
             )
         found.append(DocumentPairs(task, paths[0]))
-    train, dev, test = found
-    return LongRangeData(task, train, dev, test, class_names=("unrelated", "related"))
+    return LongRangeData(task, ("unrelated", "related"), *found)
 
 
 # Pictures
@@ -395,22 +359,15 @@ def _load_retrieval(task: LongRangeTask, root: Path) -> LongRangeData:
 
 def _load_image(task: LongRangeTask, root: Path) -> LongRangeData:
     read = _read_grids if (root / "labels.npz").is_file() else _read_class_folders
-    (pixels, labels), (test_pixels, test_labels), names = read(root)
+    (pixels, labels), test, names = read(root)
     if len(names) != task.num_classes:
         raise ValueError(
             f"`data_dir` {root} has {len(names)} classes, `task` image has {task.num_classes}"
         )
     # A tenth is dev, as in LRA; not the last, since pictures may be sorted by class.
     train_part, dev_part = _shuffled_parts(len(pixels), (0.9, 0.1))
-    train, dev, test = (
-        PackedSequences(pack([*part_pixels], [*part_labels]), 1, task.length)
-        for part_pixels, part_labels in (
-            (pixels[train_part], labels[train_part]),
-            (pixels[dev_part], labels[dev_part]),
-            (test_pixels, test_labels),
-        )
-    )
-    return LongRangeData(task, train, dev, test, class_names=names)
+    train, dev = (_pack(task, pixels[part], labels[part]) for part in (train_part, dev_part))
+    return LongRangeData(task, names, train, dev, _pack(task, *test))
 
 
 Pictures = tuple[NDArray[np.uint8], NDArray[np.uint8]]
@@ -466,17 +423,11 @@ def _read_class_folders(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]
     data = load_images(str(root), strict=True)
     parts = []
     for split in (data.train, data.val):
+        assert isinstance(split, ImageFiles)
         # By file name: the split into train and dev is then that of the packed grids.
-        names = [split.name(index) for index in range(len(split))]
-        pixels, labels = [], []
-        for index in np.argsort([Path(name).name for name in names], kind="stable").tolist():
-            try:
-                picture, label = split.read(index)
-            except UnreadableImageError as error:
-                raise ValueError(f"`data_dir`: {names[index]} can't be read: {error}") from error
-            pixels.append(_grey(picture, names[index]))
-            labels.append(label)
-        parts.append((np.stack(pixels), np.array(labels, np.uint8)))
+        order = np.argsort([Path(path).name for path in split.paths], kind="stable").tolist()
+        pixels = np.stack([_grey(split.paths[index]) for index in order])
+        parts.append((pixels, np.array([split.labels[index] for index in order], np.uint8)))
     return parts[0], parts[1], data.class_names
 
 
@@ -487,30 +438,29 @@ def _open(path: str | Path) -> Image.Image:
         raise ValueError(f"`data_dir`: {path} can't be read: {error}") from error
 
 
-def _grey(picture: Image.Image, name: str) -> NDArray[np.uint8]:
-    """(1024,), row by row."""
+def _grey(path: str) -> NDArray[np.uint8]:
+    """The picture of a file, (1024,), row by row."""
+    picture = _open(path)
     if picture.size != (SIDE, SIDE):
         width, height = picture.size
         raise ValueError(
-            f"`data_dir`: pictures must have {SIDE} x {SIDE} pixels, {name} has {width} x {height}"
+            f"`data_dir`: pictures must have {SIDE} x {SIDE} pixels, {path} has {width} x {height}"
         )
     return np.asarray(picture.convert("L")).reshape(-1)
 
 
-class PathfinderPictures(LongRangeDataset):
+@dataclass(frozen=True)
+class PathfinderPictures(Dataset):
     """Pictures with two dots: does a dashed path join them?"""
 
-    def __init__(self, task: LongRangeTask, paths: Sequence[str], labels: Sequence[int]):
-        super().__init__(task.length)
-        self.paths = paths
-        self.labels = labels
+    paths: Sequence[str]
+    labels: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path = self.paths[index]
-        return to_tokens(_grey(_open(path), path)), self.labels[index]
+        return to_tokens(_grey(self.paths[index])), self.labels[index]
 
 
 def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
@@ -540,11 +490,11 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
             if size:
                 paths.append(str(picture))
                 labels.append(int(words[3]))
-    train, dev, test = (
-        PathfinderPictures(task, [paths[i] for i in part], [labels[i] for i in part])
+    splits = (
+        PathfinderPictures([paths[i] for i in part], [labels[i] for i in part])
         for part in _shuffled_parts(len(paths), (0.8, 0.1, 0.1))
     )
-    return LongRangeData(task, train, dev, test, class_names=("apart", "joined"))
+    return LongRangeData(task, ("apart", "joined"), *splits)
 
 
 def _shuffled_parts(count: int, shares: Sequence[float]) -> list[NDArray[np.int64]]:

@@ -50,8 +50,8 @@ def load_named(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
     return _load_torchvision(data_dir, dataset, strict)
 
 
-class _Torchvision(ImageDataset):
-    """A data set of torchvision."""
+class _Named(ImageDataset):
+    """A data set of torchvision, or of the Hugging Face hub through timm's reader, which gives open files."""
 
     def __init__(self, source: Any, name: str, strict: bool):
         super().__init__(strict)
@@ -64,7 +64,9 @@ class _Torchvision(ImageDataset):
     def read(self, index: int) -> tuple[Image.Image, int]:
         try:
             picture, label = self.source[index]
-            return to_rgb(picture), int(label)
+            with picture:
+                read = to_rgb if isinstance(picture, Image.Image) else open_image
+                return read(picture), int(label)
         except UnreadableImageError:
             raise
         except Exception as error:  # a damaged file makes decoders raise errors of nearly any type
@@ -88,29 +90,9 @@ def _load_torchvision(data_dir: str, dataset: str, strict: bool) -> ImageData:
     names = getattr(parts[0], "classes", None) or getattr(parts[0], "all_categories", None)
     if not names:
         raise ValueError(f"`dataset` {dataset} does not say what its classes are")
-    train, val = (_Torchvision(part, dataset, strict) for part in parts)
+    train, val = (_Named(part, dataset, strict) for part in parts)
     class_names = tuple(name if isinstance(name, str) else str(name[0]) for name in names)
     return ImageData(train, val, class_names, mirrors=dataset not in NOT_MIRRORED)
-
-
-class _HuggingFace(ImageDataset):
-    """A data set of the Hugging Face hub, through timm's reader."""
-
-    def __init__(self, reader: Any, name: str, strict: bool):
-        super().__init__(strict)
-        self.reader = reader
-        self.reader_name = name
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        file, label = self.reader[index]
-        with file:
-            return open_image(file), int(label)
-
-    def name(self, index: int) -> str:
-        return f"{self.reader_name}, item {index}"
 
 
 def _load_hfds(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
@@ -131,9 +113,7 @@ def _load_hfds(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
     if not train.class_to_idx:
         raise ValueError(f"`dataset` {dataset} has no column 'label' with class names")
     class_names = tuple(sorted(train.class_to_idx, key=train.class_to_idx.__getitem__))
-    return ImageData(
-        _HuggingFace(train, dataset, strict), _HuggingFace(val, dataset, strict), class_names
-    )
+    return ImageData(_Named(train, dataset, strict), _Named(val, dataset, strict), class_names)
 
 
 class _Shards(ImageDataset):

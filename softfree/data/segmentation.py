@@ -4,6 +4,7 @@ A class map gives every pixel its class, 0 .. n - 1, or the ignore label, which 
 nor in the metric.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from torchvision.transforms import v2
 
 from softfree.data.images import (
     EXTENSIONS,
+    TRAIN_NAMES,
+    VAL_NAMES,
     Unreadable,
     UnreadableImageError,
     both_splits,
@@ -28,13 +31,13 @@ from softfree.data.images import (
     part_readable,
     some,
 )
-from softfree.data.shapes import CLASSES, SIDE, draw_shapes
+from softfree.data.shapes import CLASSES, SHAPES, SIDE, draw_shapes
 
 IGNORE = 255
 ADE20K_CLASSES = 150
 # Of all labels; 19 of them are classes. -1, a license plate, is 255 in 8 bits.
 CITYSCAPES_IDS = 34
-SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid")}
+SPLITS = {"train": TRAIN_NAMES, "val": VAL_NAMES[:-1]}
 VOC_CLASSES = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
     "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train",
@@ -135,7 +138,7 @@ def load_segmentation(
     *,
     ignore_label: int = IGNORE,
     check: bool = True,
-    shapes: tuple[int, int] = (1000, 200),
+    shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> SegmentationData:
     """Training and validation pictures with their class maps.
@@ -146,19 +149,8 @@ def load_segmentation(
         check: look at every file first: sizes, and class ids beyond the classes.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
-    counts = dict(zip(SPLITS, shapes, strict=True))
-
-    def load(split: str) -> Split:
-        return load_split(
-            data_dir,
-            split,
-            ignore_label=ignore_label,
-            check=check,
-            shapes=counts[split],
-            side=side,
-        )
-
-    (train, names), (val, _) = both_splits(load)
+    options: dict[str, Any] = dict(ignore_label=ignore_label, check=check, shapes=shapes, side=side)
+    (train, names), (val, _) = both_splits(functools.partial(load_split, data_dir, **options))
     return SegmentationData(train, val, names)
 
 
@@ -168,12 +160,13 @@ def load_split(
     *,
     ignore_label: int = IGNORE,
     check: bool = True,
-    shapes: int = 200,
+    shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> Split:
     """One split, "train" or "val", and the names of the classes; see :func:`load_segmentation`."""
     if data_dir is None:
-        return ShapeSegmentation(shapes, split, side), ("ground", *CLASSES)
+        count = shapes[tuple(SPLITS).index(split)]
+        return ShapeSegmentation(count, split, side), ("ground", *CLASSES)
     root = Path(data_dir)
     if not root.is_dir():
         raise FileNotFoundError(f"`data_dir` {root} is no folder")

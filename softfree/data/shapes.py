@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 CLASSES = ("circle", "square", "triangle", "star", "cross")
 SPLITS = ("train", "val")
 SIDE = 96
+SHAPES = (1000, 200)  # pictures to train on and to validate with, if nothing else is said
 # Drawn this much larger, then reduced: smooth edges.
 _OVERSAMPLING = 4
 # A shape is placed only if it leaves this part of every earlier one to be seen.

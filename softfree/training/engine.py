@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import convert_sync_batchnorm
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from softfree import __version__
 from softfree.data.files import write_durably
-from softfree.data.images import Unreadable
+from softfree.data.images import MapData, Unreadable
 from softfree.data.resident import Indices
 from softfree.training import checkpoint, distributed
 from softfree.training.devices import autocast
@@ -52,14 +52,6 @@ from softfree.training.settings import (
     settings_to_json,
 )
 from softfree.training.signals import StopRequest
-
-
-class MapData(Protocol):
-    """A map-style data set."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 class Task(ABC):

@@ -5,7 +5,6 @@ LongRange.load("OUTPUT/best")        -> model, metadata
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,9 +17,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from softfree.data.files import write_durably
+from softfree.data.images import MapData
 from softfree.data.longrange import (
     LongRangeData,
-    LongRangeDataset,
     LongRangeTask,
     PadSequences,
     SequenceBatch,
@@ -210,20 +209,13 @@ class LongRange(Task):
 
 
 def load_data(settings: LongRangeDataSettings) -> LongRangeData:
-    """The task's samples; says what it does while it makes those of listops."""
+    """The task's samples."""
     check_at_least(1, listops_train=settings.listops_train, listops_eval=settings.listops_eval)
-    console = Console(stderr=True, highlight=False)
-
-    @functools.cache
-    def announce() -> None:
-        console.print("making the samples of listops, once", style="dim")
-
     return load_longrange(
         settings.task,
         None if settings.data_dir is None else Path(settings.data_dir),
         seed=settings.listops_seed,
         listops_sizes=(settings.listops_train, settings.listops_eval, settings.listops_eval),
-        report=lambda count: announce(),
     )
 
 
@@ -282,7 +274,7 @@ def evaluate_sequences(
 
 def score_checkpoint(
     path: Path,
-    samples: LongRangeDataset,
+    samples: MapData,
     processes: Processes,
     *,
     batch_size: int,
