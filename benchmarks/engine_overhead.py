@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.measure import synchronize
-from softfree.analysis.model_speed import OPTIMIZERS, ModelConditions, training
+from softfree.analysis.speed import OPTIMIZERS, ModelConditions, training
 from softfree.commands.common import heading, make_table
 from softfree.data.images import ImageData, ImageDataset
 from softfree.training import classification

@@ -2,17 +2,17 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from softfree.analysis.measure import Work, measure, relate, time_call, time_in_turn
+from softfree.analysis.measure import Work, first_line, measure, relate, time_call, time_in_turn
 from softfree.analysis.plots import LABELS, Line, draw_against_tokens
 from softfree.layers import ATTENTIONS, create_attention
 from softfree.layers.factory import SETTINGS
@@ -35,10 +35,7 @@ LAYERS = (*ATTENTIONS, UNFUSED)
 UNIT = 784
 LENGTHS = tuple(UNIT * p for p in range(1, 9))
 LANDMARKS = 49
-STYLES = {
-    "forward_ms": ("forward", "o-"),
-    "forward_backward_ms": ("forward + backward", "s--"),
-}
+PASSES = ("forward", "forward_backward")
 
 
 @dataclass(frozen=True)
@@ -108,8 +105,7 @@ class Cost:
         return self.note.startswith(("wrong", "failed"))
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """q, k, v, landmarks and the gradient that arrives at the result."""
 
     q: Tensor
@@ -124,11 +120,15 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         size = (1, shape.heads, shape.tokens, shape.dim)
         q, k, v, grad = (
-            torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
-            for _ in range(4)
+            torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(4)
         )
         places = torch.arange(shape.landmarks, device=device) * shape.tokens // shape.landmarks
         return Inputs(q, k, v, q[:, :, places].contiguous(), grad)
+
+    def leaves(self, dtype: torch.dtype) -> "Inputs":
+        """The same for a backward pass, in this type."""
+        q, k, v, landmarks = (t.detach().to(dtype).requires_grad_() for t in self[:4])
+        return Inputs(q, k, v, landmarks, self.grad.to(dtype))
 
 
 def attend(attention: str, backend: str, inputs: Inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -150,17 +150,14 @@ def largest_error(
     *,
     backward: bool = True,
 ) -> float:
-    """Largest relative error of the result and the gradients against the reference in float64.
-
-    ``inf`` where something is not finite.
-    """
+    """Largest relative error of the result and the gradients against the reference in float64; inf: not finite."""
     drawn = Inputs.draw(shape, dtype, device, seed=1)
     results = []
     for chosen, wide in ((backend, dtype), ("reference", torch.float64)):
-        tensors = (drawn.q, drawn.k, drawn.v, drawn.landmarks)
-        q, k, v, landmarks = (t.to(wide, copy=True).requires_grad_(backward) for t in tensors)
-        out, used = attend(attention, chosen, Inputs(q, k, v, landmarks, drawn.grad))
-        grads = torch.autograd.grad(out, used, drawn.grad.to(wide)) if backward else ()
+        leaves = drawn.leaves(wide)
+        with torch.set_grad_enabled(backward):
+            out, used = attend(attention, chosen, leaves)
+        grads = torch.autograd.grad(out, used, leaves.grad) if backward else ()
         results.append([t.detach().double() for t in (out, *grads)])
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True)]
     return max(error if math.isfinite(error) else math.inf for error in errors)
@@ -177,21 +174,18 @@ def measure_costs(
     backward: bool = True,
     seconds: float = 0.5,
     report: Callable[[str], None] = lambda text: None,
-) -> Iterator[list[Cost]]:
-    """For each shape, the costs of all attentions. What is wrong there is not timed.
+) -> list[Cost]:
+    """The costs of all attentions, one shape after the other. What is wrong at a shape is not timed there.
 
     Args:
-        shapes: problem sizes.
         attentions: names among ``OPERATORS``.
         backends: of the operator, each for each of our attentions.
         dtype: a name among ``DTYPES``.
-        device: where to run.
         bandwidth: bytes per second of the memory, see :func:`softfree.analysis.copy_bandwidth`.
-        backward: also time forward and backward together.
         seconds: for each figure.
         report: told what is going on.
     """
-    kind = DTYPES[dtype]
+    kind, found = DTYPES[dtype], []
     for shape in shapes:
         costs = [
             Cost(
@@ -211,8 +205,14 @@ def measure_costs(
         _time(costs, inputs, device, seconds, backward=False)
         if backward:
             _time(costs, inputs, device, seconds, backward=True)
-        _relate(costs)
-        yield costs
+        softmax = next((cost for cost in costs if cost.attention == "softmax"), None)
+        ratios = {f"{each}_ms": f"{each}_times_faster_than_softmax" for each in PASSES}
+        relate(costs, softmax, ratios, lower_is_better=True)
+        for cost in costs:
+            if cost.forward_ms is not None and cost.memory_floor_ms is not None:
+                cost.share_of_floor = cost.memory_floor_ms / cost.forward_ms
+        found += costs
+    return found
 
 
 def _check(cost: Cost, shape: Shape, device: torch.device, backward: bool) -> None:
@@ -224,22 +224,16 @@ def _check(cost: Cost, shape: Shape, device: torch.device, backward: bool) -> No
             cost.attention, cost.backend, shape, dtype, device, backward=backward
         )
     except RuntimeError as error:
-        cost.note = f"failed: {_first_line(error)}"
+        cost.note = f"failed: {first_line(error)}"
         return
     if not cost.error <= TOLERANCE[dtype]:
         cost.note = f"wrong: error {cost.error:.1e}, allowed {TOLERANCE[dtype]:.0e}"
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def _call(cost: Cost, inputs: Inputs, backward: bool) -> Callable[[], object]:
     if not backward:
         return torch.no_grad()(lambda: attend(cost.attention, cost.backend, inputs)[0])
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.landmarks)
-    q, k, v, landmarks = (t.detach().requires_grad_() for t in tensors)
-    leaves = Inputs(q, k, v, landmarks, inputs.grad)
+    leaves = inputs.leaves(inputs.q.dtype)
 
     def step() -> object:
         out, used = attend(cost.attention, cost.backend, leaves)
@@ -264,7 +258,7 @@ def _time(
     costs: Sequence[Cost], inputs: Inputs, device: torch.device, seconds: float, *, backward: bool
 ) -> None:
     """Fill in time and memory of the costs that may be timed."""
-    prefix = "forward_backward" if backward else "forward"
+    prefix = PASSES[backward]
     on_host: list[tuple[Cost, Callable[[], object]]] = []
     for cost in costs:
         if cost.faulty or cost.note == "out of memory":
@@ -295,17 +289,6 @@ def _time(
             cost.timer = "host"
 
 
-def _relate(costs: Sequence[Cost]) -> None:
-    """Fill in the ratios to softmax attention and the share of the memory floor."""
-    softmax = next((cost for cost in costs if cost.attention == "softmax"), None)
-    passes = ("forward", "forward_backward")
-    ratios = {f"{each}_ms": f"{each}_times_faster_than_softmax" for each in passes}
-    relate(costs, softmax, ratios, lower_is_better=True)
-    for cost in costs:
-        if cost.forward_ms is not None and cost.memory_floor_ms is not None:
-            cost.share_of_floor = cost.memory_floor_ms / cost.forward_ms
-
-
 def time_curves(costs: Sequence[Cost], figure: str) -> dict[str, list[tuple[int, float]]]:
     """By attention, tokens and milliseconds, ascending; per head where shapes differ in their heads."""
     per_head = len({cost.batch_heads for cost in costs}) > 1
@@ -324,8 +307,10 @@ def draw_times(costs: Sequence[Cost], title: str) -> Any:
     names = list(words)
     lines = [
         Line(f"{words[name]}, {what}", points, f"C{names.index(name) % 10}", style)
-        for figure, (what, style) in STYLES.items()
-        for name, points in time_curves(costs, figure).items()
+        for passes, what, style in zip(
+            PASSES, ("forward", "forward + backward"), ("o-", "s--"), strict=True
+        )
+        for name, points in time_curves(costs, f"{passes}_ms").items()
     ]
     heads = sorted({cost.batch_heads for cost in costs})
     unit = "ms for each head" if len(heads) > 1 else f"ms for {heads[0]} heads"
@@ -351,7 +336,7 @@ def measure_layer_memory(row: LayerMemory, device: torch.device) -> LayerMemory:
     """Fill in the figures of one attention, a name among ``LAYERS``, at one length."""
     unfused = row.attention == UNFUSED
 
-    def prepare(step_of: Callable[[nn.Module, Tensor], Callable[[], object]]) -> Work:
+    def prepare(backward: bool) -> Work:
         torch.manual_seed(0)
         layer = create_attention(
             "softmax" if unfused else row.attention,
@@ -365,32 +350,22 @@ def measure_layer_memory(row: LayerMemory, device: torch.device) -> LayerMemory:
         ).to(device, DTYPES[row.dtype])
         shape = (row.batch_size, row.tokens, row.dim)
         x = torch.randn(shape, device=device).to(DTYPES[row.dtype]).requires_grad_()
-        return Work(step_of(layer, x))
+
+        def step() -> None:
+            layer(x).sum().backward()
+            # Gone before the next call, which would otherwise add to them.
+            layer.zero_grad()
+            x.grad = None
+
+        return Work(step if backward else torch.no_grad()(lambda: layer(x)))
 
     with sdpa_kernel(SDPBackend.MATH) if unfused else contextlib.nullcontext():
-        for figure, step_of in {
-            "forward_mib": _forward,
-            "forward_backward_mib": _forward_backward,
-        }.items():
-            found = measure(partial(prepare, step_of), device, seconds=0)
+        for backward, passes in enumerate(PASSES):
+            found = measure(partial(prepare, bool(backward)), device, seconds=0)
             row.note = found.note or row.note
             if found.extra_bytes is not None:
-                setattr(row, figure, found.extra_bytes / 2**20)
+                setattr(row, f"{passes}_mib", found.extra_bytes / 2**20)
     return row
-
-
-def _forward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    return torch.no_grad()(lambda: layer(x))
-
-
-def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    def step() -> None:
-        layer(x).sum().backward()
-        # Gone before the next call, which would otherwise add to them.
-        layer.zero_grad()
-        x.grad = None
-
-    return step
 
 
 def draw_memory(rows: Sequence[LayerMemory], title: str) -> Any:

@@ -159,6 +159,11 @@ def relate(
                 setattr(row, ratio, other / own if lower_is_better else own / other)
 
 
+def first_line(error: Exception) -> str:
+    """What an error says first; its kind, if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def release(device: torch.device | str) -> None:
     """Give back the memory of what is no longer used, so that what is measured next has all of it."""
     gc.collect()

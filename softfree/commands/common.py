@@ -183,6 +183,7 @@ class Report:
         *,
         section: Callable[[Any], str] | None = None,
         records: Sequence[Mapping[str, object]] | None = None,
+        extra: Mapping[str, object] = {},
     ) -> None:
         """Print measured rows as a table, and how to read it; write them to CSV and plot, if asked for.
 
@@ -191,6 +192,7 @@ class Report:
             columns, section: see :func:`print_rows`.
             draw: makes the plot, given its title.
             records: the rows of the CSV; otherwise the fields of ``rows``.
+            extra: what every row of the CSV has besides.
         """
         console = Console(highlight=False)
         where = choose_device(self.device)
@@ -199,7 +201,7 @@ class Report:
         print_rows(console, rows, columns, section)
         console.print(legend, style="dim")
         fields = [dataclasses.asdict(row) for row in rows] if records is None else records
-        save_rows(self.csv, fields, measured_in)
+        save_rows(self.csv, fields, {**extra, **measured_in})
         if self.plot is not None:
             words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
             save_figure(draw(words), self.plot, "plot")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from softfree.analysis import count_macs, count_parameters
 from softfree.analysis.measure import Work, measure, relate
-from softfree.analysis.model_speed import training_step
 from softfree.analysis.plots import LABELS, draw_bars
+from softfree.analysis.speed import training_step
 from softfree.commands import train
 from softfree.commands.common import (
     NOTHING,
@@ -269,7 +269,7 @@ def percentage(accuracy: float | None) -> str:
 def write(rows: Sequence[Comparison], settings: CompareSettings) -> None:
     """The table, and what else was asked for."""
     task, optim = TASKS[settings.data.task], settings.optim
-    extra: dict[str, Any] = {
+    extra = {
         "batch_size": optim.batch_size,
         "seed": settings.run.seed,
         "attention_options": " ".join(settings.model.attention_options),
@@ -292,5 +292,5 @@ def write(rows: Sequence[Comparison], settings: CompareSettings) -> None:
         "MiB: the most that a training step held beyond weights and input.\n"
         "GMACs: billions of multiply-adds for one sample.",
         lambda title: draw_bars([LABELS[row.attention] for row in rows], panels, title),
-        records=[{**dataclasses.asdict(row), **extra} for row in rows],
+        extra=extra,
     )

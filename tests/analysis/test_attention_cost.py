@@ -89,7 +89,7 @@ def test_curves_are_sorted_by_tokens_and_per_head_where_heads_differ():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_costs_on_a_gpu_have_both_times():
     device = torch.device("cuda")
-    (costs,) = measure_costs(
+    costs = measure_costs(
         [Shape(4, 784)], ["softpp", "softmax"], ["auto"], "bfloat16", device,
         bandwidth=1e12, seconds=0.05,
     )  # fmt: skip

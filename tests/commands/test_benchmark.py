@@ -10,7 +10,7 @@ from torch import nn
 
 import softfree
 import softfree_cli
-from softfree.analysis import attention_cost, detector_speed
+from softfree.analysis import attention_cost, speed
 from softfree.analysis.attention_cost import Cost
 from softfree.analysis.measure import Work
 from softfree.commands import benchmark
@@ -304,9 +304,9 @@ def test_a_backbone_without_landmarks_is_measured_once(tmp_path, monkeypatch):
         return nn.Linear(1, 1)
 
     for name in ("build_backbone", "build_detector"):
-        monkeypatch.setattr(detector_speed, name, build)
+        monkeypatch.setattr(speed, name, build)
     for name in ("backbone_pass", "detector_step"):
-        monkeypatch.setattr(detector_speed, name, lambda *_: Work(lambda: None))
+        monkeypatch.setattr(speed, name, lambda *_: Work(lambda: None))
     options = ["--landmarks", "conv:49", "conv", "--device", "cpu", "--seconds", "0.001"]
     assert benchmark.main(["detector", "resnet10t", *options]) == 0
     assert built == [{}, {}]

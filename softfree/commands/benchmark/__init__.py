@@ -10,15 +10,15 @@ against the float64 reference first, and a wrong one is not timed (exit code 1).
 
 from collections.abc import Callable, Sequence
 
-from softfree.commands.benchmark import attention, detector, memory, model, throughput
+from softfree.commands.benchmark import attention, speed
 from softfree.commands.common import run_subcommand
 
 BENCHMARKS: dict[str, Callable[..., int]] = {
     "attention": attention.attention,
-    "detector": detector.detector,
-    "memory": memory.memory,
-    "model": model.model,
-    "throughput": throughput.throughput,
+    "detector": speed.detector,
+    "memory": attention.memory,
+    "model": speed.model,
+    "throughput": speed.throughput,
 }
 
 

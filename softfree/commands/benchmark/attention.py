@@ -1,15 +1,21 @@
-"""`softfree benchmark attention`."""
+"""`softfree benchmark attention` and `memory`: one attention beside the others."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from softfree.analysis import copy_bandwidth
 from softfree.analysis.attention_cost import (
     DTYPES,
+    LAYERS,
+    LENGTHS,
     OPERATORS,
     Cost,
+    LayerMemory,
     Shape,
+    draw_memory,
     draw_times,
     measure_costs,
+    measure_layer_memory,
 )
 from softfree.commands.common import (
     REPORT,
@@ -17,6 +23,7 @@ from softfree.commands.common import (
     Report,
     check_choices,
     check_positive,
+    digits,
     field,
     percent,
     progress,
@@ -30,6 +37,8 @@ DEFAULTS = {
 }
 DEFAULT_HEADS = {"cpu": 2, "cuda": 12}
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+# Of a layer, dimension and heads: the papers' network without a pyramid, and a small one for CPUs.
+DEFAULT_SIZE = {"cuda": (384, 12), "cpu": (64, 2)}
 
 
 def attention(
@@ -63,20 +72,17 @@ def attention(
     where = report.check()
     check_choices("--attentions", attentions, OPERATORS)
     check_choices("--backends", backends, BACKENDS)
-    chosen = DEFAULT_DTYPE[where.type] if dtype == "auto" else dtype
-    check_choices("--dtype", [chosen], DTYPES)
+    chosen = choose_dtype(dtype, where.type)
     check_positive("--seconds", seconds)
     shapes = pair_shapes(tokens, heads_times_batch, head_dim, landmarks, where.type)
 
-    costs: list[Cost] = []
     with progress() as say:
         say("measuring the memory's speed with a large copy")
         bandwidth = copy_bandwidth(where)
-        for group in measure_costs(
+        costs = measure_costs(
             shapes, list(dict.fromkeys(attentions)), list(dict.fromkeys(backends)), chosen, where,
             bandwidth=bandwidth, backward=backward, seconds=seconds, report=say,
-        ):  # fmt: skip
-            costs += group
+        )  # fmt: skip
     report.publish(
         f"Attention: {head_dim} channels per head, {landmarks} landmarks, {chosen}",
         costs,
@@ -115,21 +121,17 @@ def pair_shapes(
 
 def cost_columns(gpu: bool, backward: bool) -> Columns:
     """What the table says of an attention at a shape."""
-    memory = "forward_backward_extra_mib" if backward else "forward_extra_mib"
+    both = {
+        "fwd+bwd\nms": field("forward_backward_ms"),
+        "fwd+bwd\nfaster": field("forward_backward_times_faster_than_softmax"),
+    }
     return {
         "heads x tokens": lambda cost: cost.name,
         "forward\nms": field("forward_ms"),
         "times\nfaster": field("forward_times_faster_than_softmax"),
         **({"eager\nms": field("forward_eager_ms")} if gpu else {}),
-        **(
-            {
-                "fwd+bwd\nms": field("forward_backward_ms"),
-                "fwd+bwd\nfaster": field("forward_backward_times_faster_than_softmax"),
-            }
-            if backward
-            else {}
-        ),
-        "memory\nMiB": field(memory),
+        **(both if backward else {}),
+        "memory\nMiB": field("forward_backward_extra_mib" if backward else "forward_extra_mib"),
         "memory\nfloor": lambda cost: percent(cost.share_of_floor),
     }
 
@@ -149,3 +151,66 @@ def legend(costs: Sequence[Cost], gpu: bool, bandwidth: float, backward: bool) -
         "twice, v read once, the result written once) at the memory's speed, which is\n"
         f"{bandwidth / 1e9:,.0f} GB/s by a large copy in this run."
     )
+
+
+def memory(
+    attentions: tuple[str, ...] = LAYERS,
+    tokens: tuple[int, ...] = LENGTHS,
+    batch_size: int = 1,
+    dim: int | None = None,
+    num_heads: int | None = None,
+    dtype: str = "auto",
+    report: Report = REPORT,
+) -> int:
+    """Memory of one attention layer against the number of tokens, forward and backward (Fig. 1b).
+
+    SOFT, Nyströmformer and Linformer have 49 landmarks or slots at any length.
+
+    Args:
+        attentions: among soft, softpp, softmax, linformer, performer, nystromformer, reformer and
+            softmax-unfused, which keeps the n x n matrix that torch's fused softmax attention avoids.
+        tokens: numbers of tokens.
+        batch_size: sequences at a time.
+        dim: channels; otherwise 384 on a GPU, 64 on a CPU.
+        num_heads: heads; otherwise 12 on a GPU, 2 on a CPU.
+        dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
+    """
+    where = report.check()
+    check_choices("--attentions", attentions, LAYERS)
+    if not tokens:
+        raise ValueError("--tokens needs at least one number")
+    channels, count = (
+        given if given is not None else preset
+        for given, preset in zip((dim, num_heads), DEFAULT_SIZE[where.type], strict=True)
+    )
+    named = {"--tokens": min(tokens), "--batch-size": batch_size, "--dim": channels}
+    for option, value in {**named, "--num-heads": count}.items():
+        check_positive(option, value)
+    chosen = choose_dtype(dtype, where.type)
+    names, lengths = list(dict.fromkeys(attentions)), sorted(set(tokens))
+    rows = []
+    with progress() as say:
+        for name in names:
+            for length in lengths:
+                say(f"{name}: {length} tokens")
+                row = LayerMemory(name, length, batch_size, channels, count, chosen)
+                rows.append(measure_layer_memory(row, where))
+    found = {(row.attention, row.tokens): digits(row.forward_backward_mib) for row in rows}
+    cells: Columns = {f"{n:,}": lambda name, n=n: found[name, n] for n in lengths}  # type: ignore[misc]
+    report.publish(
+        f"Memory of an attention layer: {channels} channels, {count} heads, batch {batch_size}, {chosen}",
+        names,
+        {"tokens": str, **cells},
+        "MiB: the most that forward and backward held at once beyond weights and input;\n"
+        "a dash where memory ran out. The CSV has the forward pass alone, too.",
+        lambda title: draw_memory(rows, title),
+        records=[dataclasses.asdict(row) for row in rows],
+    )
+    return 0
+
+
+def choose_dtype(dtype: str, device: str) -> str:
+    """A checked --dtype; "auto" is what suits the device."""
+    chosen = DEFAULT_DTYPE[device] if dtype == "auto" else dtype
+    check_choices("--dtype", [chosen], DTYPES)
+    return chosen

@@ -1,4 +1,4 @@
-"""Throughput and memory of classifiers, in training and in inference."""
+"""Throughput and memory of networks: classifiers, and backbones in training as detectors use them."""
 
 import copy
 import dataclasses
@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.analysis.complexity import count_macs, count_parameters
-from softfree.analysis.measure import Measured, Work, measure, relate, release
+from softfree.analysis.measure import Measured, Work, first_line, measure, relate, release
 from softfree.analysis.plots import draw_bars
 from softfree.models import fold_batch_norms
+from softfree.models.features import PyramidFeatures
+from softfree.training.detection import DETECTORS
 from softfree.training.devices import DEFAULT_AMP, autocast
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -26,6 +28,11 @@ DEFAULT_BATCH = {"cpu": 4, "cuda": 256}
 # A folded model computes the same sums in another order.
 FOLDING_TOLERANCE = 1e-3
 KINDS = {"train": "training", "infer": "inference"}
+CLASSES = 81  # COCO's categories, and one for the background
+OBJECTS = 8  # in a picture; COCO has 7 on average
+LARGEST_STRIDE = 32  # detectors pad pictures to a multiple of it
+# What is measured with a detector, by the word for it.
+PARTS = {"backbone": "alone", "step": "step"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,20 @@ class ModelConditions:
         return self.batch_size
 
 
+@dataclass(frozen=True)
+class DetectorConditions:
+    """How every backbone of a run is measured with a detector."""
+
+    detector: str
+    batch_size: int
+    height: int
+    width: int
+    amp_dtype: str
+    channels_last: bool
+    model_kwargs: str
+    cuda_graph: bool
+
+
 @dataclass
 class Throughput:
     """One model's figures; None where not measured, and ``note`` says why."""
@@ -76,6 +97,27 @@ class Throughput:
     infer_ratio_to_first: float | None = None
     infer_peak_gib: float | None = None
     note: str = ""
+
+
+@dataclass
+class DetectorSpeed:
+    """A backbone's figures, alone and with a detector; None where not measured, and ``note`` says why."""
+
+    backbone: str
+    landmarks: str
+    backbone_parameters: int = 0
+    detector_parameters: int = 0
+    backbone_img_per_s: float | None = None
+    backbone_ratio_to_first: float | None = None
+    backbone_peak_gib: float | None = None
+    step_img_per_s: float | None = None
+    step_ratio_to_first: float | None = None
+    step_peak_gib: float | None = None
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.backbone} {self.landmarks}".strip()
 
 
 def measure_model(
@@ -95,28 +137,55 @@ def measure_model(
         network = build(name, side, **options)
         macs = try_count_macs(network, side)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         words = ", ".join(f"{key}={value}" for key, value in options.items())
         given = f" with {words}" if words else ""
-        raise ValueError(f"{name}{given} can't take images of {side} x {side}: {reason}") from error
+        problem = f"{name}{given} can't take images of {side} x {side}: {first_line(error)}"
+        raise ValueError(problem) from error
     row = Throughput(name, count_parameters(network), macs)
     # Inference last: folding changes the model.
     for kind in kinds:
         report(f"{name}: {KINDS[kind]}")
         torch.compiler.reset()
         if kind == "infer" and conditions.fuse_bn:
-            add_note(row, fold_if_safe(network.eval(), side))
-        prepare = training if kind == "train" else inference
-        found = measure(
-            functools.partial(prepare, network, conditions, device),
-            device,
-            seconds=seconds,
-            cuda_graph=conditions.cuda_graph,
+            row.note = fold_if_safe(network.eval(), side)
+        prepare = functools.partial(
+            training if kind == "train" else inference, network, conditions, device
         )
+        found = measure(prepare, device, seconds=seconds, cuda_graph=conditions.cuda_graph)
         network.zero_grad(set_to_none=True)
         fill(row, kind, found, conditions.images)
         release(device)
     return row
+
+
+def measure_with_detector(
+    row: DetectorSpeed,
+    arguments: dict[str, Any],
+    conditions: DetectorConditions,
+    device: torch.device,
+    *,
+    seconds: float = 3.0,
+    report: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Fill in a row's own figures; ``arguments`` are the backbone's."""
+    for part in PARTS:
+        report(f"{row.name}: {part}")
+        torch.manual_seed(0)
+        alone = part == "backbone"
+        build_part, prepare = (
+            (build_backbone, backbone_pass) if alone else (build_detector, detector_step)
+        )
+        network = build_part(row.backbone, arguments, conditions)
+        setattr(row, f"{'backbone' if alone else 'detector'}_parameters", count_parameters(network))
+        found = measure(
+            functools.partial(prepare, network, conditions, device),
+            device,
+            seconds=seconds,
+            cuda_graph=conditions.cuda_graph and alone,
+        )
+        fill(row, part, found, conditions.batch_size)
+        del network
+        release(device)
 
 
 def relate_to_first(rows: Sequence[Any], kinds: Iterable[str]) -> None:
@@ -143,12 +212,7 @@ def fill(row: Any, kind: str, found: Measured, images: int) -> None:
     setattr(row, f"{kind}_img_per_s", found.per_second(images))
     if found.peak_bytes is not None:
         setattr(row, f"{kind}_peak_gib", found.peak_bytes / 2**30)
-    add_note(row, f"{kind}: {found.note}" if found.note else "")
-
-
-def add_note(row: Any, note: str) -> None:
-    """Write a note behind those that are there."""
-    row.note = "; ".join(filter(None, (row.note, note)))
+    row.note = "; ".join(filter(None, (row.note, found.note and f"{kind}: {found.note}")))
 
 
 def build(name: str, img_size: int, **options: Any) -> nn.Module:
@@ -223,7 +287,7 @@ def training_step(
 
     def held() -> int:
         state = [t for each in optimizer.state.values() for t in each.values()]
-        return count_bytes([*inputs, *network.parameters(), *network.buffers(), *state])
+        return count_bytes(network, *inputs, *state)
 
     return Work(step, held)
 
@@ -236,7 +300,7 @@ def inference(network: nn.Module, conditions: ModelConditions, device: torch.dev
         with torch.inference_mode(), autocast(conditions.amp_dtype, device):
             forward(images)
 
-    return Work(step, lambda: count_bytes([images, *network.parameters(), *network.buffers()]))
+    return Work(step, lambda: count_bytes(network, images))
 
 
 def place_classifier(
@@ -244,10 +308,67 @@ def place_classifier(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Images, and the model to call on them, on the device in the layout asked for."""
     place(network, conditions.channels_last, device)
-    side = conditions.img_size
-    images = torch.randn(conditions.images, 3, side, side)
+    images = torch.randn(conditions.images, 3, conditions.img_size, conditions.img_size)
     images = images.to(device, memory_format=layout(conditions.channels_last))
     return images, torch.compile(network) if conditions.torchcompile else network
+
+
+def build_backbone(name: str, arguments: dict[str, Any], _: DetectorConditions) -> nn.Module:
+    """A backbone's maps at 1/4 to 1/32, as a detector takes them."""
+    return PyramidFeatures(name, **arguments)
+
+
+def build_detector(
+    name: str, arguments: dict[str, Any], conditions: DetectorConditions
+) -> nn.Module:
+    """The detector on this backbone, for pictures that have their size already."""
+    make = DETECTORS[conditions.detector]
+    return make(name, CLASSES, backbone_kwargs=arguments, _skip_resize=True)
+
+
+def backbone_pass(network: nn.Module, conditions: DetectorConditions, device: torch.device) -> Work:
+    """Forward and backward through the four maps."""
+    place(network, conditions.channels_last, device).train()
+    size = [side + -side % LARGEST_STRIDE for side in (conditions.height, conditions.width)]
+    images = torch.randn(conditions.batch_size, 3, *size)
+    images = images.to(device, memory_format=layout(conditions.channels_last))
+
+    def step() -> None:
+        with autocast(conditions.amp_dtype, device):
+            maps = network(images)
+        # The gradient is that of sum(maps) in each map's own type.
+        torch.autograd.backward(maps, [torch.ones_like(x) for x in maps])
+        network.zero_grad(set_to_none=True)
+
+    return Work(step, lambda: count_bytes(network, images))
+
+
+def detector_step(network: nn.Module, conditions: DetectorConditions, device: torch.device) -> Work:
+    """Forward with made-up objects, losses, backward and AdamW's step."""
+    place(network, conditions.channels_last, device).train()
+    shape = (3, conditions.height, conditions.width)
+    images = [torch.rand(shape, device=device) for _ in range(conditions.batch_size)]
+    masks = conditions.detector == "mask-rcnn"
+    targets = [make_target(*shape[1:], masks, device) for _ in images]
+
+    def loss() -> Tensor:
+        return sum(network(images, targets).values(), torch.zeros((), device=device))
+
+    return training_step(network, loss, conditions.amp_dtype, device, inputs=images)
+
+
+def make_target(height: int, width: int, masks: bool, device: torch.device) -> dict[str, Tensor]:
+    """Objects with boxes of a tenth to a half of the picture's sides; a mask fills its box."""
+    sides = torch.tensor([width, height])
+    size = sides * (0.1 + 0.4 * torch.rand(OBJECTS, 2))
+    corner = (sides - size) * torch.rand(OBJECTS, 2)
+    boxes = torch.cat([corner, corner + size], 1)
+    target = {"boxes": boxes, "labels": torch.randint(1, CLASSES, (OBJECTS,))}
+    if masks:
+        x, y = torch.arange(width), torch.arange(height)[:, None]
+        left, top, right, bottom = boxes.T[..., None, None]
+        target["masks"] = ((x >= left) & (x < right) & (y >= top) & (y < bottom)).to(torch.uint8)
+    return {key: value.to(device) for key, value in target.items()}
 
 
 def layout(channels_last: bool) -> torch.memory_format:
@@ -257,14 +378,13 @@ def layout(channels_last: bool) -> torch.memory_format:
 
 def place(network: nn.Module, channels_last: bool, device: torch.device) -> nn.Module:
     """The network on the device, its weights in the layout asked for."""
-    if not channels_last:
-        return network.to(device)
-    return network.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network.to(device=device, memory_format=layout(channels_last))  # type: ignore[call-overload]
 
 
-def count_bytes(tensors: Iterable[object]) -> int:
-    """Bytes of the tensors among these."""
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+def count_bytes(network: nn.Module, *others: object) -> int:
+    """Bytes of a network's weights and buffers, and of the tensors among ``others``."""
+    held = (*others, *network.parameters(), *network.buffers())
+    return sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor))
 
 
 def fold_if_safe(network: nn.Module, img_size: int) -> str:
@@ -274,28 +394,23 @@ def fold_if_safe(network: nn.Module, img_size: int) -> str:
     statistics is folded first and compared.
     """
     trial = copy.deepcopy(network).cpu().float().eval()
+    norms = [module for module in trial.modules() if isinstance(module, nn.BatchNorm2d)]
     with torch.no_grad():
-        for module in trial.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                for tensor in (module.running_var, module.weight):
+        for norm in norms:
+            for least, tensors in (
+                (0.5, (norm.running_var, norm.weight)),
+                (-0.5, (norm.running_mean, norm.bias)),
+            ):
+                for tensor in tensors:
                     if tensor is not None:
-                        tensor.uniform_(0.5, 1.5)
-                for tensor in (module.running_mean, module.bias):
-                    if tensor is not None:
-                        tensor.uniform_(-0.5, 0.5)
+                        tensor.uniform_(least, least + 1)
         image = torch.randn(1, 3, img_size, img_size)
         expected = trial(image)
-        before = _count_batch_norms(trial)
-        fold_batch_norms(trial)
-        count = before - _count_batch_norms(trial)
+        left = sum(isinstance(m, nn.BatchNorm2d) for m in fold_batch_norms(trial).modules())
         error = float((trial(image) - expected).norm() / expected.norm())
-    if not count:
+    if left == len(norms):
         return "no batch norm to fold"
     if not error <= FOLDING_TOLERANCE:
         return f"batch norms not folded: the result would change by {error:.0e}"
     fold_batch_norms(network)
-    return f"{count} batch norms folded"
-
-
-def _count_batch_norms(network: nn.Module) -> int:
-    return sum(isinstance(module, nn.BatchNorm2d) for module in network.modules())
+    return f"{len(norms) - left} batch norms folded"

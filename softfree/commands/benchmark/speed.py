@@ -1,0 +1,300 @@
+"""`softfree benchmark model`, `detector` and `throughput`: whole networks beside each other."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import timm
+import torch
+import tyro
+
+from softfree.analysis.plots import LABELS
+from softfree.analysis.speed import (
+    KINDS,
+    OBJECTS,
+    OPTIMIZERS,
+    PARTS,
+    DetectorConditions,
+    DetectorSpeed,
+    ModelConditions,
+    Throughput,
+    draw_speeds,
+    measure_model,
+    measure_with_detector,
+    relate_to_first,
+)
+from softfree.commands.common import (
+    REPORT,
+    Columns,
+    Report,
+    check_choices,
+    check_img_size,
+    check_positive,
+    field,
+    progress,
+)
+from softfree.models.checks import SMALLEST_IMAGE, check_model_name, mistakes_in
+from softfree.models.features import FIXED_LANDMARKS, backbone_arguments
+from softfree.models.registry import is_ours
+from softfree.training.classification import parse_model_kwargs
+from softfree.training.detection import DETECTORS
+from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
+
+CONDITIONS = ModelConditions()
+# As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
+IMAGE_ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "soft", "softpp")
+GIB = "GiB: the most that was held at once, weights and images included."
+Names = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME [NAME ...]")]
+
+
+def model(
+    names: Names,
+    /,
+    bench: str = "both",
+    seconds: float = 3.0,
+    conditions: ModelConditions = CONDITIONS,
+    report: Report = REPORT,
+) -> int:
+    """Throughput and memory of models, ours and any of timm's, in one run, untrained.
+
+    A training step is forward, cross-entropy, backward and the optimizer's step.
+
+    Args:
+        names: models that timm knows; ratios are to the first.
+        bench: train, infer or both.
+        seconds: time for each figure.
+    """
+    where = report.check()
+    check_names(names)
+    check_choices("--bench", [bench], (*KINDS, "both"))
+    check_positive("--seconds", seconds)
+    conditions = check_conditions(conditions, where)
+    kinds = {kind: word for kind, word in KINDS.items() if bench in (kind, "both")}
+    with progress() as say:
+        rows = [
+            measure_model(name, conditions, where, kinds=kinds, seconds=seconds, report=say)
+            for name in dict.fromkeys(names)
+        ]
+    publish_models(report, "Models", "model", rows, conditions, kinds)
+    return 0
+
+
+def throughput(
+    attentions: tuple[str, ...] = IMAGE_ATTENTIONS,
+    model: str = "softpp_tiny",
+    model_kwargs: tuple[str, ...] = (),
+    seconds: float = 3.0,
+    conditions: ModelConditions = CONDITIONS,
+    report: Report = REPORT,
+) -> int:
+    """Parameters, multiply-adds, throughput and memory of every attention in one backbone (Table 2).
+
+    A training step is forward, cross-entropy, backward and the optimizer's step.
+
+    Args:
+        attentions: among softmax, linformer, performer, nystromformer, soft, softpp; ratios are to the
+            first.
+        model: one of our backbones, whose attention is replaced.
+        model_kwargs: further arguments of every backbone, such as landmarks=conv:49 for at most 49
+            landmarks at any size; otherwise their number grows with the image, and an inverse's cost with its
+            third power.
+        seconds: time for each figure.
+    """
+    where = report.check()
+    check_choices("--attentions", attentions, IMAGE_ATTENTIONS)
+    check_model_name(model)
+    if not is_ours(model):
+        raise ValueError(f"--model must be one of `softfree models`, got {model!r}")
+    check_positive("--seconds", seconds)
+    conditions = check_conditions(conditions, where)
+    kwargs = parse_model_kwargs(model_kwargs)
+    if "attention" in kwargs:
+        raise ValueError("--model-kwargs can't have attention=...: --attentions names them")
+    with mistakes_in("model_kwargs"), torch.device("meta"):
+        for name in attentions:
+            arguments = {"img_size": conditions.img_size, **kwargs, "attention": name}
+            timm.create_model(model, **arguments)
+    rows: list[Throughput] = []
+    with progress() as say:
+        for name in dict.fromkeys(attentions):
+            row = measure_model(
+                model,
+                conditions,
+                where,
+                seconds=seconds,
+                report=lambda text, name=name: say(f"{name} in {text}"),  # type: ignore[misc]
+                **kwargs,
+                attention=name,
+            )
+            rows.append(dataclasses.replace(row, model=name))
+    title, extra = f"Attentions in {model}", {"model_kwargs": " ".join(model_kwargs)}
+    publish_models(report, title, "attention", rows, conditions, KINDS, {"model": model}, extra)
+    return 0
+
+
+def publish_models(
+    report: Report,
+    title: str,
+    first: str,
+    rows: Sequence[Throughput],
+    conditions: ModelConditions,
+    kinds: Mapping[str, str],
+    before: Mapping[str, str] = {},
+    after: Mapping[str, str] = {},
+) -> None:
+    """Table, CSV and plot of classifiers, named in the column ``first``; the CSV has ``before`` and ``after``, too."""
+    relate_to_first(rows, kinds)
+    modes = {
+        "channels last": conditions.channels_last,
+        "compiled": conditions.torchcompile,
+        "CUDA graph": conditions.cuda_graph,
+        "batch norms folded for inference": conditions.fuse_bn,
+    }
+    said = [f"batch {conditions.batch_size}", f"{conditions.img_size}²"]
+    said += [precision(conditions.amp_dtype)]
+    said += [mode for mode, on in modes.items() if on] or ["eager"]
+    step = f"train: forward, cross-entropy, backward and {conditions.opt}'s step.\n"
+    report.publish(
+        f"{title}: {', '.join(said)}",
+        rows,
+        {
+            first: lambda row: row.model,
+            "params\nM": lambda row: f"{row.parameters / 1e6:.1f}",
+            "GMACs": field("macs", 1e-9),
+            **speed_columns({kind: kind for kind in kinds}),
+        },
+        (step if "train" in kinds else "")
+        + f"ratio: images per second over those of {rows[0].model}.\n{GIB}\n"
+        f"GMACs: billions of multiply-adds for one image of {conditions.img_size}².",
+        lambda title: draw_speeds(
+            rows, [LABELS.get(row.model, row.model) for row in rows], kinds, title
+        ),
+        records=[{first: row.model, **dataclasses.asdict(row), **before} for row in rows],
+        extra={**after, **dataclasses.asdict(conditions)},
+    )
+
+
+def detector(
+    names: Names,
+    /,
+    detector: str = "retinanet",
+    landmarks: tuple[str, ...] = (FIXED_LANDMARKS,),
+    model_kwargs: tuple[str, ...] = (),
+    img_size: tuple[int, int] = (800, 1333),
+    batch_size: int = 2,
+    amp_dtype: str = "auto",
+    channels_last: bool = False,
+    cuda_graph: bool = False,
+    seconds: float = 3.0,
+    report: Report = REPORT,
+) -> int:
+    """Throughput and memory in training of backbones as detectors use them, alone and in a whole step.
+
+    Alone: forward and backward through the maps at 1/4 to 1/32. A step: forward with made-up objects, losses,
+    backward and AdamW's step. Weights are untrained.
+
+    Args:
+        names: backbones that timm knows, with four maps; ratios are to the first.
+        detector: retinanet or mask-rcnn.
+        landmarks: of SOFT backbones, each of which is measured with each of these: conv:49 is at most 49
+            at any size, conv the papers' fixed stride.
+        model_kwargs: further arguments of every backbone, such as drop_path_rate=0.
+        img_size: height and width of the pictures; like a detector's they are padded to multiples of 32.
+        batch_size: pictures at a time.
+        amp_dtype: autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU.
+        channels_last: keep weights and images with the channels last in memory.
+        cuda_graph: replay the backbone alone from a CUDA graph: the GPU's time, however slow the host. A
+            whole step asks the GPU for numbers, so it can't be.
+        seconds: time for each figure.
+    """
+    where = report.check()
+    check_names(names)
+    check_choices("--detector", [detector], DETECTORS)
+    amp = DEFAULT_AMP[where.type] if amp_dtype == "auto" else amp_dtype
+    check_run(batch_size, amp, cuda_graph, where)
+    check_positive("--seconds", seconds)
+    if min(img_size) < SMALLEST_IMAGE:
+        raise ValueError(f"--img-size must be at least {SMALLEST_IMAGE} each way, got {img_size}")
+    if not landmarks:
+        raise ValueError(f"--landmarks needs a value, e.g. {FIXED_LANDMARKS}")
+    kwargs = parse_model_kwargs(model_kwargs)
+    conditions = DetectorConditions(
+        detector, batch_size, *img_size, amp, channels_last, " ".join(model_kwargs), cuda_graph
+    )
+    if where.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # as in training
+    rows: list[DetectorSpeed] = []
+    with progress() as say:
+        for name in dict.fromkeys(names):
+            takes_landmarks = "landmarks" in backbone_arguments(name)
+            for choice in dict.fromkeys(landmarks) if takes_landmarks else ("",):
+                rows.append(DetectorSpeed(name, choice))
+                arguments: dict[str, Any] = {"landmarks": choice} if takes_landmarks else {}
+                measure_with_detector(
+                    rows[-1], kwargs | arguments, conditions, where, seconds=seconds, report=say
+                )
+    relate_to_first(rows, PARTS)
+    title = f"Backbones in training: batch {batch_size}, {' x '.join(map(str, img_size))}"
+    title += f", {precision(amp)}, eager" + (", channels last" if channels_last else "")
+    title += ", alone in a CUDA graph" if cuda_graph else ""
+    report.publish(
+        title,
+        rows,
+        {
+            "backbone": lambda row: row.name,
+            "params\nM": lambda row: f"{row.detector_parameters / 1e6:.1f}",
+            **speed_columns(PARTS),
+        },
+        "params: of the whole detector.\n"
+        "alone: the backbone's forward and backward through its four maps.\n"
+        f"step: {detector}'s forward, losses of {OBJECTS} objects per picture, backward and AdamW's step.\n"
+        f"ratio: images per second over those of {rows[0].name}.\n{GIB}",
+        lambda title: draw_speeds(rows, [row.name for row in rows], PARTS, title),
+        extra=dataclasses.asdict(conditions),
+    )
+    return 0
+
+
+def check_conditions(conditions: ModelConditions, device: torch.device) -> ModelConditions:
+    """Refuse conditions that can't be; otherwise what they are on this device."""
+    check_choices("--opt", [conditions.opt], OPTIMIZERS)
+    conditions = conditions.on(device)
+    check_img_size(conditions.img_size)
+    check_run(conditions.images, conditions.amp_dtype, conditions.cuda_graph, device)
+    return conditions
+
+
+def check_run(batch_size: int, amp_dtype: str, cuda_graph: bool, device: torch.device) -> None:
+    """Refuse a batch, a type, and a CUDA graph that can't be."""
+    check_choices("--amp-dtype", [amp_dtype], AMP_DTYPES)
+    check_positive("--batch-size", batch_size)
+    if cuda_graph and device.type != "cuda":
+        raise ValueError(f"--cuda-graph needs a CUDA device, got --device {device}")
+    if cuda_graph and amp_dtype == "float16":
+        raise ValueError(
+            "--cuda-graph can't hold float16's loss scaling, which asks the GPU whether to skip a step; "
+            "--amp-dtype bfloat16 or none works"
+        )
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse an empty list, and names that timm does not know."""
+    if not names:
+        raise ValueError("benchmark model needs a name, e.g. softpp_tiny pvt_v2_b1")
+    for name in names:
+        check_model_name(name, "NAME")
+
+
+def precision(amp_dtype: str) -> str:
+    """A value of --amp-dtype in words."""
+    return "float32" if amp_dtype == "none" else f"{amp_dtype} autocast"
+
+
+def speed_columns(kinds: Mapping[str, str]) -> Columns:
+    """Images per second, ratio to the first row and GiB of each kind of work, with its word in the titles."""
+    figures = {"img/s": "img_per_s", "ratio": "ratio_to_first", "GiB": "peak_gib"}
+    return {
+        f"{word}\n{unit}": field(f"{kind}_{figure}")
+        for kind, word in kinds.items()
+        for unit, figure in figures.items()
+    }
