@@ -146,8 +146,13 @@ def _unknown(name: str) -> str:
 
 def _renamed(arguments: Sequence[str]) -> str:
     """What to write instead of the first flag of an earlier version; "" where there is none."""
-    for command in (arguments[0], " ".join(arguments[:2])):
-        new_names = RENAMED.get(command, {})
+    name, first = [*arguments, ""][:2]
+    for command, new_names in RENAMED.items():
+        # `validate` finds its subcommand itself where a flag comes first.
+        if command not in (name, f"{name} {first}") and not (
+            first.startswith("-") and command.startswith(f"{name} ")
+        ):
+            continue
         for argument in arguments[1:]:
             # The parser takes --img_size for --img-size, too.
             flag = argument.partition("=")[0].replace("_", "-")

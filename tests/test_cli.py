@@ -22,7 +22,7 @@ def command_files() -> dict[str, Path]:
     return {
         name.replace("_", "-"): path
         for name, path in found.items()
-        if "def main(" in path.read_text()
+        if "def main(" in path.read_text() or "\nmain = " in path.read_text()
     }
 
 
@@ -98,6 +98,8 @@ def test_command_gets_the_remaining_arguments_and_gives_the_exit_code(command):
         ),
         ("figure spectrum photo.jpg --sizes=64", "is now --img-size"),
         ("demo --image photo.jpg", "is now the photo itself: softfree demo PHOTO"),
+        ("validate detection --results-file ap.csv", "is now --csv"),
+        ("validate --checkpoint A/best --results-file=a.csv", "is now --csv"),
     ],
 )
 def test_a_flag_of_an_earlier_version_names_its_successor(arguments, new, capsys):
