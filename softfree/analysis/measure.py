@@ -90,7 +90,9 @@ def measure(
     try:
         call, held = prepare()
         if once:
-            return _measured_once(call, device)
+            began = time.perf_counter()
+            extra = peak_extra_memory(call, device)
+            return Measured(time.perf_counter() - began, extra_bytes=extra, timer="host")
         call()
         extra = peak_extra_memory(call, device)
         found = Measured(extra_bytes=extra, held_bytes=held())
@@ -101,20 +103,6 @@ def measure(
         call = held = None  # type: ignore[assignment]
         if device.type == "cuda":
             release(device)
-
-
-def _measured_once(call: Callable[[], object], device: torch.device) -> Measured:
-    seconds = 0.0
-
-    def timed() -> None:
-        nonlocal seconds
-        begin = time.perf_counter()
-        call()
-        synchronize(device)
-        seconds = time.perf_counter() - begin
-
-    extra = peak_extra_memory(timed, device)
-    return Measured(seconds, extra_bytes=extra, timer="host")
 
 
 def _timed(

@@ -84,9 +84,10 @@ def check_figure(option: str, path: Path | None) -> None:
     check_output(option, path)
 
 
-def make_table(titles: Iterable[str]) -> Table:
-    """A table without side borders, narrow enough for a terminal of 80 columns."""
-    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+def make_table(titles: Iterable[str], *, boxed: bool = False) -> Table:
+    """A table, by default without side borders, narrow enough for a terminal of 80 columns."""
+    style: Any = {} if boxed else dict(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table = Table(header_style="bold", **style)
     first, *others = titles
     table.add_column(first, overflow="fold", vertical="top")
     for title in others:
@@ -247,6 +248,14 @@ def save_rows(
     if path is not None:
         write_csv(path, rows, measured_in)
         print(f"figures written to {path}")
+
+
+def command(
+    function: Callable[..., int], description: str | None
+) -> Callable[[Sequence[str]], int]:
+    """``main(argv)`` of the command ``softfree NAME``, where NAME is the function's; returns the exit code."""
+    prog = f"softfree {function.__name__}"
+    return lambda argv: tyro.cli(function, args=argv, prog=prog, description=description)
 
 
 def run_subcommand(

@@ -3,42 +3,26 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import timm
 import timm.data
 import torch
-import torch.nn.functional as F
-import tyro
 from PIL import Image
 from rich.console import Console
-from rich.table import Table
 
-import softfree
 from softfree.analysis import count_macs, count_parameters, time_call
-from softfree.analysis.measure import Work, measure
+from softfree.analysis.attention_cost import Inputs, Shape, attend
+from softfree.analysis.measure import Measured, Work, measure
 from softfree.analysis.pictures import load_photo
-from softfree.commands.common import Photo, progress
+from softfree.commands.common import NOTHING, Photo, command, make_table, progress
 from softfree.models.checks import check_model_name
 from softfree.training.devices import choose_device
 
 SIDES = (28, 56, 112, 224)  # of the token grid: one token per 4 x 4 pixels in stage 1
-HEADS, HEAD_DIM, LANDMARK_SIDE = 2, 32, 7
+HEADS, HEAD_DIM, LANDMARKS = 2, 32, 49
 SLOWEST = 20.0
 # Above this many seconds a call is made once, and its time and memory are read from that one call.
 LONG = 1.0
-
-
-class Cost(NamedTuple):
-    """Seconds and bytes of a call; ``bytes=None``: not run, the seconds are an extrapolation."""
-
-    seconds: float
-    bytes: int | None
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree demo`` with these arguments; return the exit code."""
-    return tyro.cli(demo, args=argv, prog="softfree demo", description=__doc__)
 
 
 def demo(
@@ -68,6 +52,9 @@ def demo(
         "If the shell finds no softfree: source .venv/bin/activate"
     )
     return 0
+
+
+main = command(demo, __doc__)
 
 
 def show_backbone(
@@ -100,9 +87,7 @@ def show_backbone(
         f"Time      [bold]{1e3 * timing.fastest:.0f} ms[/] per image, the fastest of {timing.repeats}\n"
         f"Result    {len(maps)} feature maps, as detectors and segmenters take them:"
     )
-    table = Table("stage", header_style="bold")
-    for title in ("channels", "map", "tokens", "one token covers"):
-        table.add_column(title, justify="right")
+    table = make_table(["stage", "channels", "map", "tokens", "one token covers"], boxed=True)
     for stage, (feature, reduction) in enumerate(zip(maps, reductions, strict=True), 1):
         channels, rows, columns = feature.shape[1:]
         table.add_row(
@@ -119,85 +104,69 @@ def race(console: Console, device: torch.device, sides: Sequence[int]) -> None:
     """Time and memory of softmax-free and of softmax attention over growing images."""
     if not sides:
         raise ValueError(f"--max-tokens must be at least {SIDES[0] ** 2}")
-    rows: list[tuple[int, Cost, Cost]] = []
+    rows: list[tuple[int, Measured, Measured]] = []
     with progress() as report, torch.inference_mode():
         for side in sides:
             tokens = side * side
             report(f"{tokens:,} tokens: softmax-free attention")
-            q, k, v = torch.randn(3, 1, HEADS, tokens, HEAD_DIM, device=device)
-            landmarks = pool(q, side)
-            call = partial(softfree.soft_attention, q, None, v, landmarks)
-            soft = run(call, device)
+            shape = Shape(HEADS, tokens, HEAD_DIM, LANDMARKS)
+            inputs = Inputs.draw(shape, torch.float32, device)
+            soft = run(partial(attend, "softpp", "auto", inputs), device)
             expected = 0.0
             if rows:
-                expected = rows[-1][2].seconds * (tokens / rows[-1][0]) ** 2
-            if expected > SLOWEST:
-                softmax = Cost(expected, None)
-            else:
+                expected = (rows[-1][2].seconds or 0.0) * (tokens / rows[-1][0]) ** 2
+            softmax = Measured(expected)
+            if expected <= SLOWEST:
                 report(f"{tokens:,} tokens: softmax attention (about {expected:.0f} s)")
-                call = partial(F.scaled_dot_product_attention, q, k, v)
+                call = partial(attend, "softmax", "auto", inputs)
                 softmax = run(call, device, once=expected > LONG)
             rows.append((tokens, soft, softmax))
     print_race(console, device, rows)
 
 
-def pool(q: torch.Tensor, side: int) -> torch.Tensor:
-    """Means of q over a 7 x 7 grid of windows: (1, heads, 49, d)."""
-    window = side // LANDMARK_SIDE
-    grid = q.unflatten(2, (LANDMARK_SIDE, window, LANDMARK_SIDE, window))
-    return grid.mean((3, 5)).flatten(2, 3)
-
-
-def run(call: Callable[[], object], device: torch.device, *, once: bool = False) -> Cost:
+def run(call: Callable[[], object], device: torch.device, *, once: bool = False) -> Measured:
     """Time and peak extra memory of a call; a long one is made only once."""
     found = measure(partial(Work, call), device, seconds=0.5, once=once)
-    if found.seconds is None:
+    if found.note:
         raise ValueError(f"{found.note}: fewer --max-tokens need less")
-    return Cost(found.seconds, found.extra_bytes)
+    return found
 
 
 def print_race(
-    console: Console, device: torch.device, rows: Sequence[tuple[int, Cost, Cost]]
+    console: Console, device: torch.device, rows: Sequence[tuple[int, Measured, Measured]]
 ) -> None:
-    """The table of the race, and how to read it."""
+    """The table of the race, and how to read it. What has no figure for memory was not run."""
     console.print(
         f"\n[bold]2. Attention without and with softmax[/], on {describe_device(device)}\n\n"
-        f"{HEADS} heads of {HEAD_DIM} channels, {LANDMARK_SIDE**2} landmarks, float32.\n"
+        f"{HEADS} heads of {HEAD_DIM} channels, {LANDMARKS} landmarks, float32.\n"
         "Without: softfree.soft_attention. With: torch's scaled_dot_product_attention."
     )
-    table = Table(header_style="bold")
-    for title in (
-        "image",
-        "tokens",
-        "time\nwithout",
-        "time\nwith",
-        "times\nfaster",
-        "memory\nwithout",
-        "memory\nwith",
-    ):
-        table.add_column(title, justify="right")
-    for tokens, soft, softmax in rows:
+    titles = ("image", "tokens", "time\nwithout", "time\nwith", "times\nfaster",
+              "memory\nwithout", "memory\nwith")  # fmt: skip
+    table = make_table(titles, boxed=True)
+    # Softmax-free and softmax, in seconds.
+    times = [(soft.seconds or 0.0, softmax.seconds or 0.0) for _, soft, softmax in rows]
+    for (tokens, soft, softmax), (ours, theirs) in zip(rows, times, strict=True):
         side = 4 * math.isqrt(tokens)
-        estimated = softmax.bytes is None
+        about = "~" if softmax.extra_bytes is None else ""
         table.add_row(
             f"{side} x {side}",
             f"{tokens:,}",
-            format_time(soft.seconds),
-            ("~" if estimated else "") + format_time(softmax.seconds),
-            ("~" if estimated else "") + f"{softmax.seconds / soft.seconds:.3g}",
-            format_bytes(soft.bytes),
-            format_bytes(softmax.bytes),
+            format_time(ours),
+            about + format_time(theirs),
+            f"{about}{theirs / ours:.3g}",
+            format_bytes(soft.extra_bytes),
+            format_bytes(softmax.extra_bytes),
         )
     console.print(table)
-    longest, last, last_softmax = rows[-1]
-    shortest, first, first_softmax = rows[0]
+    longest, shortest = rows[-1][0], rows[0][0]
     if len(rows) > 1:
+        ours, theirs = (last / first for first, last in zip(times[0], times[-1], strict=True))
         console.print(
-            f"{longest // shortest} times the tokens took {last.seconds / first.seconds:.0f} times "
-            f"the time without softmax,\n{last_softmax.seconds / first_softmax.seconds:,.0f} times "
-            "with it."
+            f"{longest // shortest} times the tokens took {ours:.0f} times "
+            f"the time without softmax,\n{theirs:,.0f} times with it."
         )
-    if last_softmax.bytes is None:
+    if rows[-1][2].extra_bytes is None:
         console.print(
             f"~ not run, since it would take over {SLOWEST:.0f} s: the row above, times the square\n"
             "of the growth.",
@@ -220,7 +189,7 @@ def format_time(seconds: float) -> str:
 def format_bytes(count: int | None) -> str:
     """Bytes in the unit that suits them; a dash for None."""
     if count is None:
-        return "-"
+        return NOTHING
     return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 

@@ -7,25 +7,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import tyro
 from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 
 from softfree.analysis.pictures import landscape
 from softfree.analysis.subject import Subject, load_subjects
-from softfree.commands.common import Repeated
+from softfree.commands.common import Repeated, command
 from softfree.data.shapes import draw_shapes
 from softfree.training.devices import choose_device
 
 LOOPBACK = "127.0.0.1"
 DIGITS = 4
 SHAPES = (1, 4)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree explore`` with these arguments; return the exit code."""
-    return tyro.cli(explore, args=argv, prog="softfree explore", description=__doc__)
 
 
 def explore(
@@ -72,6 +66,9 @@ def explore(
     with suppress(KeyboardInterrupt):  # the way to end it
         server.run(sockets=[listening])
     return 0
+
+
+main = command(explore, __doc__)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -4,7 +4,6 @@ The file needs no softfree. One file serves any batch, and any height and width 
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from softfree.analysis.subject import load_subject
-from softfree.commands.common import check_img_size, check_output, progress
+from softfree.commands.common import check_img_size, check_output, command, progress
 from softfree.models.export import (
     SMALLEST_FREE,
     TOLERANCE,
@@ -31,11 +30,6 @@ class Exported(NamedTuple):
     model: nn.Module
     output_names: list[str]
     metadata: dict[str, Any]
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree export`` with these arguments; return the exit code."""
-    return tyro.cli(export, args=argv, prog="softfree export", description=__doc__)
 
 
 def export(
@@ -103,6 +97,9 @@ def export(
             f"It takes images of {side} x {side} pixels alone: below {SMALLEST_FREE} sizes are fixed."
         )
     return 0
+
+
+main = command(export, __doc__)
 
 
 def exported_part(model: nn.Module, metadata: dict[str, Any], features: bool) -> Exported:

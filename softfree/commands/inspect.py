@@ -13,18 +13,13 @@ from torch import Tensor, nn
 from softfree.analysis.capture import CONVERGED, MOST_STEPS, SoftLayer, capture_attention
 from softfree.analysis.pictures import load_photo
 from softfree.analysis.subject import load_subject
-from softfree.commands.common import NOTHING, Photo, check_img_size, make_table
+from softfree.commands.common import NOTHING, Photo, check_img_size, command, make_table
 from softfree.training.devices import choose_device
 
 # Beyond this condition float32 leaves the smallest eigenvalues about one digit.
 NEAR_SINGULAR = 1e6
 # Weights of a token that add up to less than this change the sum that follows in its third digit.
 NEXT_TO_NOTHING = 1e-2
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree inspect`` with these arguments; return the exit code."""
-    return tyro.cli(inspect, args=argv, prog="softfree inspect", description=__doc__)
 
 
 def inspect(
@@ -59,6 +54,9 @@ def inspect(
             rows, f"{subject.title} at {seen.picture.width} x {seen.picture.height} pixels"
         )
     return 0
+
+
+main = command(inspect, __doc__)
 
 
 def examine(model: nn.Module, image: Tensor) -> list[dict[str, Any]]:

@@ -11,10 +11,9 @@ import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from softfree.analysis import count_macs, count_parameters
-from softfree.commands.common import check_img_size
+from softfree.commands.common import NOTHING, check_img_size, command, make_table
 from softfree.models.registry import is_ours
 
 
@@ -60,12 +59,7 @@ authors' (softfree.load_release_checkpoint)."""
 SIZES = ("tiny", "small", "medium", "large", "huge")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree models`` with these arguments; return the exit code."""
-    return tyro.cli(list_models, args=argv, prog="softfree models", description=__doc__)
-
-
-def list_models(
+def models(
     pattern: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PATTERN")] = "*",
     /,
     img_size: int = 224,
@@ -80,16 +74,16 @@ def list_models(
     """
     names = matching_names(pattern)
     check_img_size(img_size)
-    errors = Console(stderr=True)
-    rows = [
-        describe(name, img_size)
-        for name in track(names, "counting", console=errors, transient=True)
-    ]
+    progress = track(names, "counting", console=Console(stderr=True), transient=True)
+    rows = [describe(name, img_size) for name in progress]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         print_table(rows, img_size)
     return 0
+
+
+main = command(models, __doc__)
 
 
 def matching_names(pattern: str) -> list[str]:
@@ -135,16 +129,9 @@ def _complexity(name: str, img_size: int) -> tuple[int, int]:
 
 def print_table(rows: Sequence[dict], img_size: int) -> None:
     """The rows for people."""
-    table = Table(header_style="bold", caption_style="dim", caption_justify="left")
-    table.add_column("model")
-    for title in (
-        "params\n(M)",
-        f"GMACs\nat {img_size}²",
-        "paper\nparams (M)",
-        "paper\nGFLOPs",
-        "paper\ntop-1 (%)",
-    ):
-        table.add_column(title, justify="right")
+    titles = ("params\n(M)", f"GMACs\nat {img_size}²", "paper\nparams (M)", "paper\nGFLOPs",
+              "paper\ntop-1 (%)")  # fmt: skip
+    table = make_table(["model", *titles], boxed=True)
     group = None
     for row in rows:
         release, isotropic, family, _ = _order(str(row["name"]))
@@ -166,4 +153,4 @@ def print_table(rows: Sequence[dict], img_size: int) -> None:
 
 
 def _cell(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return NOTHING if value is None else f"{value:.{digits}f}"

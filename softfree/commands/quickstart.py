@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import tyro
 from PIL import Image
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +15,7 @@ from torch import Tensor
 from softfree.analysis.capture import capture_attention
 from softfree.analysis.predictions import COLUMNS, ROWS, HeatMap, Sample, draw_quickstart
 from softfree.commands import train, validate
+from softfree.commands.common import command
 from softfree.data import load_images
 from softfree.training.classification import Classification, Normalize, eval_transform
 from softfree.training.devices import choose_device
@@ -32,11 +32,6 @@ EPOCHS = 10
 MOST_WRONG = COLUMNS
 STAGES = (1, 2)
 EXAMPLES = 10
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree quickstart`` with these arguments; return the exit code."""
-    return tyro.cli(quickstart, args=argv, prog="softfree quickstart", description=__doc__)
 
 
 def quickstart(
@@ -82,6 +77,9 @@ def quickstart(
         "If the shell finds no softfree: source .venv/bin/activate"
     )
     return 0
+
+
+main = command(quickstart, __doc__)
 
 
 def show_step(console: Console, number: int, what: str, command: str, argv: Sequence[str]) -> None:
