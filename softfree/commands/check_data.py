@@ -9,7 +9,8 @@ from rich.progress import track
 from torch.utils.data import DataLoader
 
 from softfree.data.images import Unreadable
-from softfree.training.settings import WORKERS, check_workers
+from softfree.models.checks import check_at_least
+from softfree.training.settings import WORKERS
 
 # Pictures a loading process takes at a time; the progress moves on after each lot.
 CHUNK = 16
@@ -43,7 +44,7 @@ def check_data(
         decode: also decode every picture, to find damaged ones; training does not before it starts.
         workers: processes that decode pictures.
     """
-    check_workers(workers)
+    check_at_least(0, workers=workers)
     splits: dict[str, Any]
     if task == "detection":
         from softfree.data.detection import load_detection

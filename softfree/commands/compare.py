@@ -130,6 +130,7 @@ def main(argv: Sequence[str]) -> int:
             outcome = LongRange.run(given, data)
             if outcome.stopped:
                 return train.report(outcome, given.run.output)
+            print(outcome.note, flush=True)
         row = Comparison(name, settings.data.task)
         row.paper_accuracy = PAPER.get(name, {}).get(settings.data.task)
         if is_trained(given):

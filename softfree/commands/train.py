@@ -82,6 +82,8 @@ def report(outcome: Outcome, output: Path) -> int:
             "--resume auto"
         )
         return STOPPED
+    if outcome.note:
+        console.print(outcome.note)
     if position.best is not None:
         console.print(
             f"done: best {position.best:.4g} at step {position.best_step:,}, in {output}/best"

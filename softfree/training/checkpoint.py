@@ -16,17 +16,17 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from softfree.data.files import write_durably
-from softfree.models.metadata import check_buildable, check_fields, read_json
+from softfree.models.metadata import check_fields, read_json
 
 WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
 METADATA, SETTINGS = "metadata.json", "settings.json"
@@ -127,36 +127,6 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     folder = locate(Path(path))
     chosen = EMA if (folder / EMA).is_file() else WEIGHTS
     return Checkpoint(folder, read_metadata(folder), read_weights(folder, chosen))
-
-
-def load_model(
-    path: str | Path,
-    task: str,
-    build: Callable[[dict[str, Any]], nn.Module],
-    device: torch.device | str,
-    changes: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a task's checkpoint folder, ready to use, and its metadata, from which ``build`` makes it.
-
-    ``changes`` take the place of entries of the metadata's ``model_kwargs``.
-    """
-    saved = read_checkpoint(path)
-    check_task(path, saved.metadata, task)
-    check_buildable(saved.path / METADATA, saved.metadata)
-    described = saved.metadata
-    if changes:
-        described = {**described, "model_kwargs": {**described["model_kwargs"], **changes}}
-    try:
-        # Takes no memory, whatever size the file asks for; one of its own weights' size is then built.
-        with torch.device("meta"):
-            expected = build(described).state_dict()
-    except Exception as error:  # whatever an architecture raises that is given nonsense
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{saved.path / METADATA}: no model is like this: {reason}") from error
-    check_fits(saved.path, saved.weights, expected, saved.metadata["model"])
-    model = build(described)
-    model.load_state_dict(saved.weights)
-    return model.eval().to(device), saved.metadata
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

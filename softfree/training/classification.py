@@ -29,7 +29,6 @@ from softfree.data.images import (
     ImageDataset,
     Unreadable,
     collate_images,
-    collate_training,
 )
 from softfree.data.resident import INTERPOLATIONS, Indices, RandomCrops, ResidentImages
 from softfree.layers.factory import check_attention
@@ -38,12 +37,10 @@ from softfree.models.checks import check_at_least, check_model_name, mistakes_in
 from softfree.models.metadata import check_arguments
 from softfree.models.registry import is_ours
 from softfree.training import checkpoint, distributed
-from softfree.training.devices import AmpDtype, autocast
 from softfree.training.distributed import Processes
-from softfree.training.engine import Task
-from softfree.training.loading import evaluation_batches
+from softfree.training.engine import PictureTask
+from softfree.training.loading import evaluation
 from softfree.training.parameters import freeze
-from softfree.training.sampling import EvalSampler
 from softfree.training.settings import Given, OptimSettings, RunSettings
 
 
@@ -178,12 +175,13 @@ RECIPES = {
 }  # fmt: skip
 
 
-class Classification(Task):
+class Classification(PictureTask):
     """Pictures to classes, with cross-entropy."""
 
     name = "classification"
     recipes = RECIPES
     metric = "top1"
+    make_batch = staticmethod(collate_images)
 
     @classmethod
     def usual_recipe(cls, given: Given) -> str:
@@ -269,12 +267,6 @@ class Classification(Task):
             load_pretrained(model, Path(given.pretrained_checkpoint), given.model)
         freeze(model, given.freeze)
         return model
-
-    def collate(self, samples: list[Any]) -> Batch:
-        return collate_training(collate_images, samples, self.files[0])
-
-    def collate_eval(self, samples: list[Any]) -> Batch:
-        return collate_images(samples)
 
     def train_step(
         self, model: nn.Module, batch: Batch | Tensor
@@ -452,29 +444,21 @@ def score_classifier(
     data: ImageDataset | ResidentImages,
     img_size: int,
     processes: Processes,
-    *,
-    batch_size: int,
-    workers: int = 0,
-    amp_dtype: AmpDtype = "auto",
+    **reading: Any,
 ) -> tuple[dict[str, float], list[Unreadable]]:
     """Scores and throughput at one size, over the pictures of all processes, and what could not be read here.
 
-    ``preparation`` is a checkpoint's metadata.
+    ``preparation`` is a checkpoint's metadata; ``reading`` are keywords of :func:`evaluation`.
     """
     set_input_size(network, img_size)
-    unreadable: list[Unreadable] = []
-    if isinstance(data, ResidentImages):
-        sampler = EvalSampler(len(data), batch_size, processes.rank, processes.count)
-        indices = sampler.on_device(processes.device)
-        batches: Iterable[Batch] = resident_batches(data, indices, img_size, preparation)
-    else:
-        data.transform = eval_transform(preparation, img_size)
-        batches = evaluation_batches(
-            data, collate_images, batch_size, processes, unreadable.append, workers
-        )
     normalize = Normalize(preparation["mean"], preparation["std"])
+    samples = data if isinstance(data, ImageDataset) else Indices(len(data))
+    if isinstance(data, ImageDataset):
+        data.transform = eval_transform(preparation, img_size)
     began = time.perf_counter()
-    with torch.inference_mode(), autocast(amp_dtype, processes.device):
+    with evaluation(samples, collate_images, processes, **reading) as (batches, unreadable):
+        if isinstance(data, ResidentImages):
+            batches = resident_batches(data, batches, img_size, preparation)
         scores = evaluate_classifier(network, batches, normalize, processes)
     scores["img_per_s"] = scores["samples"] / (time.perf_counter() - began)
     scores["unreadable"] = len(distributed.gather(unreadable, processes))

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from softfree.layers.landmarks import LandmarkSpec
 from softfree.models.checks import check_model_name, mistakes_in
 from softfree.models.features import FIXED_LANDMARKS
 from softfree.models.metadata import check_arguments
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.settings import Given
+from softfree.training.engine import PictureTask
+from softfree.training.settings import Given, OptimSettings, fit_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +49,33 @@ SMALL_BACKBONE = (
 )  # fmt: skip
 
 
-def fit_backbone(backbone: BackboneSettings, given: Given) -> BackboneSettings:
-    """The backbone without the arguments of a recipe, which our pyramids alone take, if it is another."""
-    pyramid = backbone.model.startswith(("soft_", "softpp_")) and "vit" not in backbone.model
-    if pyramid or "model_kwargs" in given:
-        return backbone
-    return dataclasses.replace(backbone, model_kwargs=())
+class DenseTask(PictureTask):
+    """A backbone with a head for boxes, masks or pixels. ``build`` takes ``backbone_checkpoint``, too."""
+
+    settings: Any
+
+    @classmethod
+    def usual_recipe(cls, given: Given) -> str:
+        return next(iter(cls.recipes)) if "data_dir" in given else "shapes"
+
+    @classmethod
+    def adapt(cls, settings: Any, given: Given) -> Any:
+        """The length is fitted; a backbone other than our pyramids loses a recipe's arguments, which they alone take."""
+        backbone = settings.backbone
+        pyramid = backbone.model.startswith(("soft_", "softpp_")) and "vit" not in backbone.model
+        if not pyramid and "model_kwargs" not in given:
+            backbone = dataclasses.replace(backbone, model_kwargs=())
+        optim = fit_length(settings.optim, cls.usual_length(settings), given)
+        return dataclasses.replace(settings, backbone=backbone, optim=optim)
+
+    @classmethod
+    def usual_length(cls, settings: Any) -> OptimSettings:
+        """The length of the recipe that was chosen."""
+        return cls.recipes[settings.recipe].optim
+
+    def build_model(self) -> nn.Module:
+        start = self.settings.backbone.backbone_checkpoint
+        return self.build(self.metadata(), backbone_checkpoint=start or None)  # type: ignore[call-arg]
 
 
 @contextlib.contextmanager

@@ -23,19 +23,13 @@ from softfree.data.detection import (
     load_detection,
     train_transform,
 )
-from softfree.data.images import collate_training
 from softfree.models.checks import check_at_least, check_grouped, check_model_name
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
 from softfree.training.coco_metrics import CocoMetrics
-from softfree.training.dense import (
-    SMALL_BACKBONE,
-    BackboneSettings,
-    fit_backbone,
-)
+from softfree.training.dense import SMALL_BACKBONE, BackboneSettings, DenseTask
 from softfree.training.distributed import Processes
-from softfree.training.engine import Task
 from softfree.training.parameters import parameter_groups
-from softfree.training.settings import Given, OptimSettings, RunSettings, fit_length
+from softfree.training.settings import OptimSettings, RunSettings
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
 # Torchvision's names, shorter, and the same for both detectors.
@@ -129,28 +123,21 @@ RECIPES = {
 MASK_RCNN_SHAPES_STEPS = 800
 
 
-class Detection(Task):
+class Detection(DenseTask):
     """Pictures to boxes, and to masks with Mask R-CNN."""
 
     name = "detection"
     recipes = RECIPES
     headline = ("box_AP", "mask_AP")
+    make_batch = staticmethod(collate_detection)
     sizes_vary = True  # of pictures, and the number of regions of the mask head
 
     @classmethod
-    def usual_recipe(cls, given: Given) -> str:
-        return "1x" if "data_dir" in given else "shapes"
-
-    @classmethod
-    def adapt(cls, settings: DetectionSettings, given: Given) -> DetectionSettings:
-        length = RECIPES[settings.recipe].optim
+    def usual_length(cls, settings: DetectionSettings) -> OptimSettings:
+        length = super().usual_length(settings)
         if settings.recipe == "shapes" and settings.detector.detector == "mask-rcnn":
-            length = dataclasses.replace(length, steps=MASK_RCNN_SHAPES_STEPS)
-        return dataclasses.replace(
-            settings,
-            backbone=fit_backbone(settings.backbone, given),
-            optim=fit_length(settings.optim, length, given),
-        )
+            return dataclasses.replace(length, steps=MASK_RCNN_SHAPES_STEPS)
+        return length
 
     def __init__(self, settings: DetectionSettings, data: DetectionData | None = None):
         self.settings = settings
@@ -189,10 +176,6 @@ class Detection(Task):
             **kwargs,
         )
 
-    def build_model(self) -> nn.Module:
-        start = self.settings.backbone.backbone_checkpoint
-        return self.build(self.metadata(), backbone_checkpoint=start or None)
-
     def metadata(self) -> dict[str, Any]:
         detector, backbone = self.settings.detector, self.settings.backbone
         arguments: dict[str, Any] = dict(
@@ -221,12 +204,6 @@ class Detection(Task):
             "arguments": arguments,
             "class_names": list(self.data.class_names),
         }
-
-    def collate(self, samples: list[Any]) -> DetectionBatch:
-        return collate_training(collate_detection, samples, self.train_data)
-
-    def collate_eval(self, samples: list[Any]) -> DetectionBatch:
-        return collate_detection(samples)
 
     def order(self, samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
         """The order of an epoch: a batch's pictures are all wide or all tall."""
@@ -296,11 +273,6 @@ def detect(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]
         places.setdefault(seen, []).append(place)
     found: dict[int, dict[str, Tensor]] = {}
     for group in places.values():
-        detections = model(to_unit_range([images[place] for place in group]))
+        detections = model([images[place].float() / 255 for place in group])
         found.update(zip(group, detections, strict=True))
     return [found[place] for place in range(len(images))]
-
-
-def to_unit_range(images: Sequence[Tensor]) -> list[Tensor]:
-    """8-bit pictures as torchvision's detectors want them: floats from 0 to 1."""
-    return [image.float() / 255 for image in images]

@@ -26,29 +26,24 @@ from torch import Tensor, nn
 
 from softfree import __version__
 from softfree.data.files import write_durably
-from softfree.data.images import MapData, Unreadable
+from softfree.data.images import MapData, Unreadable, collate_training
 from softfree.data.resident import Indices
+from softfree.models.metadata import check_buildable
 from softfree.training import checkpoint, distributed
 from softfree.training.devices import autocast
 from softfree.training.distributed import Agreement, Processes
 from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
-from softfree.training.loading import read_batches
+from softfree.training.loading import evaluation_batches, read_batches
 from softfree.training.logs import RunLog, Timer, peak_memory_gib
 from softfree.training.parameters import parameter_groups
-from softfree.training.sampling import (
-    Augmented,
-    EvalSampler,
-    StepSampler,
-    seed_all,
-    shuffle,
-)
+from softfree.training.sampling import Augmented, StepSampler, seed_all, shuffle
 from softfree.training.schedule import Schedule
 from softfree.training.settings import (
     Given,
-    Interval,
     OptimSettings,
     RunSettings,
     check_settings,
+    parse_interval,
     settings_to_json,
 )
 from softfree.training.signals import StopRequest
@@ -94,9 +89,9 @@ class Task(ABC):
         """Train as the settings say; ``data`` instead of what they name."""
         task = cls(settings, data)  # type: ignore[call-arg]
         outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
-        if not outcome.stopped and int(os.environ.get("RANK", 0)) == 0:
-            task.finish(outcome)
-        return outcome
+        if outcome.stopped or int(os.environ.get("RANK", 0)):
+            return outcome
+        return dataclasses.replace(outcome, note=task.finish(outcome))
 
     @classmethod
     def build(cls, metadata: dict[str, Any]) -> nn.Module:
@@ -115,10 +110,27 @@ class Task(ABC):
         ``changes`` are arguments of the model other than in training, such as ``{"landmarks": "conv:49"}``; the
         weights must fit all the same.
         """
-        return checkpoint.load_model(path, cls.name, cls.build, device, changes)
+        saved = checkpoint.read_checkpoint(path)
+        checkpoint.check_task(path, saved.metadata, cls.name)
+        file, described = saved.path / checkpoint.METADATA, saved.metadata
+        check_buildable(file, described)
+        if changes:
+            described = {**described, "model_kwargs": {**described["model_kwargs"], **changes}}
+        try:
+            # Takes no memory, whatever size the file asks for; one of its own weights' size is then built.
+            with torch.device("meta"):
+                expected = cls.build(described).state_dict()
+        except Exception as error:  # whatever an architecture raises that is given nonsense
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"{file}: no model is like this: {reason}") from error
+        checkpoint.check_fits(saved.path, saved.weights, expected, saved.metadata["model"])
+        model = cls.build(described)
+        model.load_state_dict(saved.weights)
+        return model.eval().to(device), saved.metadata
 
-    def finish(self, outcome: "Outcome") -> None:  # noqa: B027 (most tasks have nothing left to do)
-        """What is left to do after the last step, by the main process alone."""
+    def finish(self, outcome: "Outcome") -> str:
+        """Do what is left after the last step, in the main process alone; say in a line what came of it."""
+        return ""
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -165,6 +177,22 @@ class Task(ABC):
         return parameter_groups(model, optim)
 
 
+class PictureTask(Task):
+    """A task whose pictures lie in files, some of which may be unreadable.
+
+    ``make_batch(samples, refill=False)`` makes a batch with a field ``unreadable``; ``refill`` repeats items in
+    place of those.
+    """
+
+    make_batch: Callable[..., Any]
+
+    def collate(self, samples: list[Any]) -> Any:
+        return collate_training(self.make_batch, samples, self.train_data)
+
+    def collate_eval(self, samples: list[Any]) -> Any:
+        return self.make_batch(samples)
+
+
 @dataclasses.dataclass
 class Position:
     """How far a run is; saved with every checkpoint."""
@@ -180,11 +208,12 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended: where it was, its last scores, and whether a signal stopped it early."""
+    """How a run ended: where it was, its last scores, whether a signal stopped it early, and what its task says."""
 
     position: Position
     scores: dict[str, float]
     stopped: bool
+    note: str = ""
 
 
 def train(task: Task, optim: OptimSettings, run: RunSettings, settings_json: str) -> Outcome:
@@ -251,7 +280,7 @@ class _Training:
         # Of a pass in its step: where the backward pass begins, instead of 1.
         self.share = torch.tensor(1 / optim.grad_accum_steps, device=self.device)
         self.position = Position()
-        self.saving = Interval.parse(run.save_every)
+        self.save_every, self.save_unit = parse_interval(run.save_every)
         self.saved_at, self.saved_step = time.monotonic(), -1
         if resume_from is not None:
             self._resume(resume_from)
@@ -427,33 +456,15 @@ class _Training:
         data = self.task.train_data
         if isinstance(data, Indices):
             # Nothing to read: processes and queues would cost more than the indices.
-            return self.sampler.on_device(self.device, self._plan_epoch)
-        return self._read(Augmented(data, self.run.seed), self.sampler, self.task.collate)
-
-    def _plan_epoch(self, order: Tensor, epoch: int) -> Tensor:
-        seed_all(self.run.seed, epoch)
-        return self.task.plan_epoch(order)
-
-    def _eval_batches(self) -> Generator[Any]:
-        data = self.task.eval_data
-        sampler = EvalSampler(
-            len(data), self.optim.batch_size, self.processes.rank, self.processes.count
-        )
-        if isinstance(data, Indices):
-            return sampler.on_device(self.device)
-        return self._read(data, sampler, self.task.collate_eval)
-
-    def _read(
-        self, data: Any, sampler: StepSampler | EvalSampler, collate: Callable[[list[Any]], Any]
-    ) -> Generator[Any]:
+            return self.sampler.on_device(self.device, self.task.plan_epoch)
         return read_batches(
-            data,
-            sampler,
-            collate,
+            Augmented(data, self.run.seed),
+            self.sampler,
+            self.task.collate,
             self.device,
             self._note_unreadable,
-            workers=self.run.workers,
-            channels_last=self.run.channels_last,
+            self.run.workers,
+            self.run.channels_last,
         )
 
     def _note_unreadable(self, file: Unreadable) -> None:
@@ -507,7 +518,15 @@ class _Training:
         if self.whole_model is not None:
             distributed.set_weights(self.whole_model, distributed.get_weights(model))
             model = self.whole_model
-        batches = self._eval_batches()
+        batches = evaluation_batches(
+            self.task.eval_data,
+            self.task.collate_eval,
+            self.optim.batch_size,
+            self.processes,
+            self._note_unreadable,
+            self.run.workers,
+            self.run.channels_last,
+        )
         model.eval()
         with torch.no_grad(), self._autocast():
             scores = self.task.evaluate(
@@ -548,14 +567,11 @@ class _Training:
                 yield batch
 
     def _saving_is_due(self) -> bool:
-        step, saving = self.position.step, self.saving
-        every = saving.every * (self.steps_per_epoch if saving.unit == "epochs" else 1)
-        return saving.unit != "seconds" and step > 0 and step % every == 0
+        every = self.save_every * (self.steps_per_epoch if self.save_unit == "e" else 1)
+        return self.save_unit != "s" and self.position.step > 0 and self.position.step % every == 0
 
     def _saving_is_due_by_the_clock(self) -> bool:
-        return (
-            self.saving.unit == "seconds" and time.monotonic() - self.saved_at > self.saving.every
-        )
+        return self.save_unit == "s" and time.monotonic() - self.saved_at > self.save_every
 
     def _save_last(self) -> None:
         if self.saved_step != self.position.step:

@@ -2,14 +2,15 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from softfree.data.images import Unreadable
-from softfree.training.devices import to_device
+from softfree.data.resident import Indices
+from softfree.training.devices import AmpDtype, autocast, to_device
 from softfree.training.distributed import Processes
 from softfree.training.sampling import EvalSampler, StepSampler
 
@@ -23,7 +24,6 @@ def read_batches(
     collate: Collate,
     device: torch.device,
     report: Report,
-    *,
     workers: int = 0,
     channels_last: bool = False,
 ) -> Generator[Any]:
@@ -55,12 +55,35 @@ def evaluation_batches(
     collate: Collate,
     batch_size: int,
     processes: Processes,
-    report: Report = lambda file: None,
+    report: Report,
     workers: int = 0,
+    channels_last: bool = False,
 ) -> Generator[Any]:
     """This process's share of the samples, each once."""
     sampler = EvalSampler(len(data), batch_size, processes.rank, processes.count)
-    return read_batches(data, sampler, collate, processes.device, report, workers=workers)
+    if isinstance(data, Indices):
+        # Nothing to read: processes and queues would cost more than the indices.
+        return sampler.on_device(processes.device)
+    return read_batches(data, sampler, collate, processes.device, report, workers, channels_last)
+
+
+@contextlib.contextmanager
+def evaluation(
+    data: Any,
+    collate: Collate,
+    processes: Processes,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    amp_dtype: AmpDtype = "auto",
+) -> Iterator[tuple[Iterable[Any], list[Unreadable]]]:
+    """This process's share of the samples, to be scored inside; and, in the end, its files that can't be read."""
+    unreadable: list[Unreadable] = []
+    with torch.inference_mode(), autocast(amp_dtype, processes.device):
+        yield (
+            evaluation_batches(data, collate, batch_size, processes, unreadable.append, workers),
+            unreadable,
+        )
 
 
 @contextlib.contextmanager

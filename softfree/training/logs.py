@@ -2,14 +2,12 @@
 
 import contextlib
 import csv
-import io
 import json
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,12 +58,7 @@ class RunLog:
         self.progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.progress.stop()
         if self.tensorboard is not None:
             self.tensorboard.close()
@@ -232,15 +225,10 @@ def _drop_rows_after(path: Path, step: int) -> None:
     """Keep the rows up to a step; a last line that was cut off goes, too."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    reader = csv.DictReader(io.StringIO("".join(whole), newline=""))
-    kept = [row for row in reader if row["step"].isdecimal() and int(row["step"]) <= step]
-    if not kept:
+    header, *lines = path.read_bytes().splitlines(keepends=True) or [b""]
+    whole = [(line.partition(b",")[0], line) for line in lines if line.endswith(b"\n")]
+    kept = [line for number, line in whole if number.isdigit() and int(number) <= step]
+    if kept:
+        replace_durably(path, header + b"".join(kept))
+    else:
         path.unlink()
-        return
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(kept[0]))
-    writer.writeheader()
-    writer.writerows(kept)
-    replace_durably(path, text.getvalue().encode())

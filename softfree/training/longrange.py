@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import tyro
-from rich.console import Console
 from torch import Tensor, nn
 
 from softfree.data.files import write_durably
@@ -31,10 +30,10 @@ from softfree.models.checks import check_at_least, mistakes_in
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import distributed
 from softfree.training.classification import parse_model_kwargs
-from softfree.training.devices import AmpDtype, autocast, choose_device
+from softfree.training.devices import choose_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task
-from softfree.training.loading import evaluation_batches
+from softfree.training.loading import evaluation
 from softfree.training.settings import Given, OptimSettings, RunSettings
 
 TEST_RESULT = "test.json"
@@ -159,8 +158,8 @@ class LongRange(Task):
         self.train_data, self.eval_data = self.data.train, self.data.dev
         self.pad = PadSequences(self.task.length)
 
-    def finish(self, outcome: Outcome) -> None:
-        """Test the step that was best on dev; the result is in test.json."""
+    def finish(self, outcome: Outcome) -> str:
+        """Test the step that was best on dev; the result is in test.json, too."""
         optim, run = self.settings.optim, self.settings.run
         scores = score_checkpoint(
             run.output / "best",
@@ -173,9 +172,7 @@ class LongRange(Task):
         result = {**scores, "step": outcome.position.best_step}
         path = run.output / TEST_RESULT
         write_durably(path, (json.dumps(result, indent=2) + "\n").encode())
-        Console(highlight=False, markup=False, soft_wrap=True).print(
-            f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
-        )
+        return f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
 
     @classmethod
     def build(cls, metadata: dict[str, Any]) -> nn.Module:
@@ -276,19 +273,10 @@ def score_checkpoint(
     path: Path,
     samples: MapData,
     processes: Processes,
-    *,
-    batch_size: int,
-    workers: int = 0,
-    amp_dtype: AmpDtype = "auto",
+    **reading: Any,
 ) -> dict[str, float]:
-    """Scores of a checkpoint folder on samples of its task; the processes share them, each counts once."""
+    """Scores of a checkpoint folder on samples of its task; ``reading`` are keywords of :func:`evaluation`."""
     model, metadata = LongRange.load(path, processes.device)
-    batches = evaluation_batches(
-        samples,
-        PadSequences(metadata["model_kwargs"]["length"]),
-        batch_size,
-        processes,
-        workers=workers,
-    )
-    with torch.no_grad(), autocast(amp_dtype, processes.device):
+    pad = PadSequences(metadata["model_kwargs"]["length"])
+    with evaluation(samples, pad, processes, **reading) as (batches, _):
         return evaluate_sequences(model, batches, processes)

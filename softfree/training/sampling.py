@@ -83,18 +83,21 @@ class StepSampler(Sampler[list[Key]]):
                 yield [(epoch, index) for index in order[part]]
 
     def on_device(
-        self, device: torch.device, plan_epoch: Callable[[Tensor, int], Tensor]
+        self, device: torch.device, plan_epoch: Callable[[Tensor], Tensor]
     ) -> Generator[Tensor]:
         """The same batches on a device, where an epoch goes as a whole.
 
-        ``plan_epoch(order, epoch)`` is given the indices (n,), and gives (..., n) to take the batches from.
+        ``plan_epoch(order)`` is given the indices (n,), and gives (..., n) to take the batches from; the
+        generators are seeded for it.
         """
         for epoch, slices in itertools.groupby(self._slices(), operator.itemgetter(0)):
             order = self._order(epoch)
             if device.type == "cuda":
                 # So that the host need not wait for the steps under way.
                 order = order.pin_memory()
-            plan = plan_epoch(order.to(device, non_blocking=True), epoch)
+            order = order.to(device, non_blocking=True)
+            seed_all(self.seed, epoch)
+            plan = plan_epoch(order)
             for _, part in slices:
                 yield plan[..., part]
 

@@ -14,7 +14,6 @@ import tyro
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
-from softfree.data.images import collate_training
 from softfree.data.segmentation import (
     IGNORE,
     EvalTransform,
@@ -28,16 +27,10 @@ from softfree.data.segmentation import (
 from softfree.models.checks import check_at_least, check_model_name
 from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
 from softfree.training.classification import Normalize
-from softfree.training.dense import (
-    SMALL_BACKBONE,
-    BackboneSettings,
-    any_sizes,
-    fit_backbone,
-)
+from softfree.training.dense import SMALL_BACKBONE, BackboneSettings, DenseTask, any_sizes
 from softfree.training.distributed import Processes
-from softfree.training.engine import Task
 from softfree.training.parameters import parameter_groups
-from softfree.training.settings import Given, OptimSettings, RunSettings, fit_length
+from softfree.training.settings import OptimSettings, RunSettings
 
 AUXILIARY_WEIGHT = 0.4
 
@@ -118,24 +111,13 @@ RECIPES = {
 }  # fmt: skip
 
 
-class Segmentation(Task):
+class Segmentation(DenseTask):
     """Pictures to a class for every pixel, with cross-entropy and an auxiliary head."""
 
     name = "segmentation"
     recipes = RECIPES
     metric = "mIoU"
-
-    @classmethod
-    def usual_recipe(cls, given: Given) -> str:
-        return "ade20k" if "data_dir" in given else "shapes"
-
-    @classmethod
-    def adapt(cls, settings: SegmentationSettings, given: Given) -> SegmentationSettings:
-        return dataclasses.replace(
-            settings,
-            backbone=fit_backbone(settings.backbone, given),
-            optim=fit_length(settings.optim, RECIPES[settings.recipe].optim, given),
-        )
+    make_batch = staticmethod(collate_segmentation)
 
     def __init__(self, settings: SegmentationSettings, data: SegmentationData | None = None):
         self.settings = settings
@@ -170,10 +152,6 @@ class Segmentation(Task):
             metadata["model"], len(metadata["class_names"]), **metadata["arguments"], **kwargs
         )
 
-    def build_model(self) -> nn.Module:
-        start = self.settings.backbone.backbone_checkpoint
-        return self.build(self.metadata(), backbone_checkpoint=start or None)
-
     def metadata(self) -> dict[str, Any]:
         backbone = self.settings.backbone
         return {
@@ -189,9 +167,6 @@ class Segmentation(Task):
             "mean": list(IMAGENET_DEFAULT_MEAN),
             "std": list(IMAGENET_DEFAULT_STD),
         }
-
-    def collate(self, samples: list[Any]) -> SegmentationBatch:
-        return collate_training(collate_segmentation, samples, self.train_data)
 
     def collate_eval(self, samples: list[Any]) -> SegmentationBatch:
         return collate_pictures(samples)

@@ -101,45 +101,30 @@ class RunSettings:
     """share out weights and optimizer among the processes (FSDP2) instead of copying them (DDP)"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """How often: every ``every`` epochs, steps or seconds."""
+def parse_interval(text: str) -> tuple[int, Literal["e", "s", ""]]:
+    """A number of epochs ("e"), seconds ("s") or steps ("").
 
-    every: int
-    unit: Literal["epochs", "steps", "seconds"]
-
-    @classmethod
-    def parse(cls, text: str) -> "Interval":
-        """
-        Example:
-            >>> Interval.parse("2e"), Interval.parse("600s").unit, Interval.parse("500").unit
-            (Interval(every=2, unit='epochs'), 'seconds', 'steps')
-        """
-        units: dict[str, Literal["epochs", "steps", "seconds"]] = {"e": "epochs", "s": "seconds"}
-        unit = units.get(text[-1:], "steps")
-        number = text if unit == "steps" else text[:-1]
-        if not number.isdecimal() or int(number) < 1:
-            raise ValueError(
-                f"`save_every` must be a number of epochs (2e), steps (500) or seconds (600s), "
-                f"got {text!r}"
-            )
-        return cls(int(number), unit)
-
-
-def check_workers(workers: int) -> None:
-    """Refuse a negative number of loading processes."""
-    check_at_least(0, workers=workers)
+    Example:
+        >>> parse_interval("2e"), parse_interval("600s"), parse_interval("500")
+        ((2, 'e'), (600, 's'), (500, ''))
+    """
+    unit = next((unit for unit in ("e", "s") if text.endswith(unit)), "")
+    number = text.removesuffix(unit)
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(
+            f"`save_every` must be a number of epochs (2e), steps (500) or seconds (600s), got {text!r}"
+        )
+    return int(number), unit  # type: ignore[return-value]
 
 
 def check_settings(optim: OptimSettings, run: RunSettings) -> None:
     """Refuse values that can't be meant."""
-    Interval.parse(run.save_every)
-    check_workers(run.workers)
+    parse_interval(run.save_every)
     for part, least, names in (
         (optim, 1, ("batch_size", "grad_accum_steps", "epochs")),
         (optim, 0, ("steps", "lr", "warmup_epochs", "warmup_steps", "weight_decay", "clip_grad")),
         (run, 1, ("log_interval", "max_skipped")),
-        (run, 0, ("eval_every",)),
+        (run, 0, ("workers", "eval_every")),
     ):
         check_at_least(least, **{name: getattr(part, name) for name in names})
     if not all(0 <= beta < 1 for beta in optim.betas):

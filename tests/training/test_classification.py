@@ -213,7 +213,7 @@ def test_models_without_stochastic_depth_can_be_trained():
 def test_data_without_a_readable_picture_stops_the_run():
     task = Classification(settings())
     bad = Unreadable("a.jpg", "the file is empty")
-    task.files = ([bad] * 4, [])
+    task.train_data = [bad] * 4
     with pytest.raises(
         ValueError, match="none of the training pictures .* a.jpg: the file is empty"
     ):

@@ -40,9 +40,7 @@ def test_processes_and_passes_share_out_one_global_batch(processes, passes):
 def test_indices_on_a_device_are_those_of_the_keys(start):
     sampler = StepSampler(23, 4, 2, 1, 1, 0, start, 10)
     expected = [[index for _, index in keys] for keys in sampler]
-    planned = sampler.on_device(
-        torch.device("cpu"), lambda order, epoch: torch.stack([order, -order])
-    )
+    planned = sampler.on_device(torch.device("cpu"), lambda order: torch.stack([order, -order]))
     assert [batch.tolist() for batch in planned] == [[x, [-i for i in x]] for x in expected]
     shares = EvalSampler(11, 3, 1, 2)
     assert [indices.tolist() for indices in shares.on_device(torch.device("cpu"))] == list(shares)

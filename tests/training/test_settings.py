@@ -2,13 +2,13 @@
 
 import pytest
 
-from softfree.training.settings import Interval, OptimSettings, RunSettings, check_settings
+from softfree.training.settings import OptimSettings, RunSettings, check_settings, parse_interval
 
 
 @pytest.mark.parametrize("text", ["", "e", "0", "-1", "2m", "1.5e"])
 def test_intervals_that_are_none_are_refused(text):
     with pytest.raises(ValueError, match="`save_every` must be"):
-        Interval.parse(text)
+        parse_interval(text)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from softfree.commands.common import (
     check_positive,
     make_table,
 )
-from softfree.training.settings import WORKERS, check_workers
+from softfree.models.checks import check_at_least
+from softfree.training.settings import WORKERS
 
 
 def resolution(
@@ -48,7 +49,7 @@ def resolution(
 
     check_figure("--output", output)
     check_positive("--batch-size", batch_size)
-    check_workers(workers)
+    check_at_least(0, workers=workers)
     check_img_size(*img_size)
     curves: dict[str, list[tuple[int, float]]] = {}
     trained: dict[str, int] = {}

@@ -4,6 +4,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,9 +12,10 @@ from rich.table import Table
 from softfree.analysis import describe_environment
 from softfree.commands.common import check_output, check_positive, save_rows
 from softfree.data.images import Unreadable
+from softfree.models.checks import check_at_least
 from softfree.training.devices import AmpDtype
 from softfree.training.distributed import Processes, gather, join_processes
-from softfree.training.settings import WORKERS, check_workers
+from softfree.training.settings import WORKERS
 
 
 @dataclasses.dataclass
@@ -46,6 +48,11 @@ class Validation(ABC):
     csv: Path | None = None
     """write the table to this CSV file, with date, device and versions"""
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Keywords of :func:`~softfree.training.loading.evaluation`."""
+        return dict(batch_size=self.batch_size, workers=self.workers, amp_dtype=self.amp_dtype)
+
     @abstractmethod
     def score(self, processes: Processes) -> Scores:
         """The scores over the samples of all processes, with the files that this one could not read."""
@@ -54,7 +61,7 @@ class Validation(ABC):
         """Score, print and write; return the exit code."""
         check_output("--csv", self.csv)
         check_positive("--batch-size", self.batch_size)
-        check_workers(self.workers)
+        check_at_least(0, workers=self.workers)
         with join_processes(self.device) as processes:
             scores = self.score(processes)
             skipped = gather(list(scores.unreadable), processes)

@@ -76,14 +76,7 @@ class ValidateClassification(Validation):
         table = make_table(["img size", "top-1 %", "top-5 %", "loss", "pictures", "img/s"])
         for size in self.img_size or (metadata["img_size"],):
             scores, skipped = score_classifier(
-                network,
-                metadata,
-                pictures,
-                size,
-                processes,
-                batch_size=self.batch_size,
-                workers=self.workers,
-                amp_dtype=self.amp_dtype,
+                network, metadata, pictures, size, processes, **self.reading
             )
             rows.append({"checkpoint": str(self.checkpoint), "img_size": size, **scores})
             unreadable += skipped

@@ -2,18 +2,14 @@
 
 import dataclasses
 
-import torch
-
 from softfree.commands.common import make_table
 from softfree.commands.validate.base import Scores, Validation, check_classes
 from softfree.data.detection import collate_detection, load_split
-from softfree.data.images import Unreadable
 from softfree.training.checkpoint import data_settings
 from softfree.training.coco_metrics import FIGURES
 from softfree.training.detection import Detection, evaluate_detector, for_evaluation
-from softfree.training.devices import autocast
 from softfree.training.distributed import Processes
-from softfree.training.loading import evaluation_batches
+from softfree.training.loading import evaluation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,16 +34,10 @@ class ValidateDetection(Validation):
             skip_bad=self.skip_bad_annotations or trained_on["skip_bad_annotations"],
         )
         check_classes(self.checkpoint, metadata["class_names"], data.class_names)
-        arguments, unreadable = metadata["arguments"], list[Unreadable]()
-        batches = evaluation_batches(
-            for_evaluation(data, arguments["min_size"], arguments["max_size"]),
-            collate_detection,
-            self.batch_size,
-            processes,
-            unreadable.append,
-            self.workers,
-        )
-        with torch.inference_mode(), autocast(self.amp_dtype, processes.device):
+        arguments = metadata["arguments"]
+        pictures = for_evaluation(data, arguments["min_size"], arguments["max_size"])
+        reading = evaluation(pictures, collate_detection, processes, **self.reading)
+        with reading as (batches, unreadable):
             scores = evaluate_detector(model, batches, data, masks, processes)
         rows, table = [], make_table(["", *FIGURES])
         for kind in ("box", "mask") if masks else ("box",):

@@ -34,14 +34,8 @@ class ValidateLongRange(Validation):
         settings = read_settings(LongRangeSettings, folder / SETTINGS).data
         if self.data_dir is not None:
             settings = dataclasses.replace(settings, data_dir=self.data_dir)
-        scores = score_checkpoint(
-            folder,
-            getattr(load_data(settings), self.split),
-            processes,
-            batch_size=self.batch_size,
-            workers=self.workers,
-            amp_dtype=self.amp_dtype,
-        )
+        samples = getattr(load_data(settings), self.split)
+        scores = score_checkpoint(folder, samples, processes, **self.reading)
         row = {"checkpoint": str(self.checkpoint), "task": settings.task, "split": self.split}
         line = (
             f"{settings.task} {self.split}: accuracy {scores['accuracy']:.2f}%, "

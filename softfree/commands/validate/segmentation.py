@@ -4,18 +4,15 @@ import dataclasses
 import math
 from typing import Any
 
-import torch
 from rich.markup import escape
 
 from softfree.commands.common import make_table
 from softfree.commands.validate.base import Scores, Validation, check_classes
-from softfree.data.images import Unreadable
 from softfree.data.segmentation import EvalTransform, collate_pictures, load_split
 from softfree.training.checkpoint import data_settings
 from softfree.training.classification import Normalize
-from softfree.training.devices import autocast
 from softfree.training.distributed import Processes
-from softfree.training.loading import evaluation_batches
+from softfree.training.loading import evaluation
 from softfree.training.segmentation import Segmentation, evaluate_segmenter
 
 
@@ -42,11 +39,8 @@ class ValidateSegmentation(Validation):
         check_classes(self.checkpoint, metadata["class_names"], names)
         side = metadata["short_side"] if self.short_side is None else self.short_side
         data.transform = EvalTransform(side or None)
-        unreadable = list[Unreadable]()
-        batches = evaluation_batches(
-            data, collate_pictures, self.batch_size, processes, unreadable.append, self.workers
-        )
-        with torch.inference_mode(), autocast(self.amp_dtype, processes.device):
+        reading = evaluation(data, collate_pictures, processes, **self.reading)
+        with reading as (batches, unreadable):
             scores, of_class = evaluate_segmenter(
                 model,
                 batches,
