@@ -19,6 +19,7 @@ from rich.table import Table
 
 from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.plots import save_figure
+from softfree.analysis.subject import Subject, load_subject
 from softfree.models.checks import SMALLEST_IMAGE, check_at_least
 from softfree.training.devices import choose_device
 
@@ -211,6 +212,24 @@ class Report:
 REPORT = Report()
 
 
+@dataclasses.dataclass(frozen=True)
+class OneSubject:
+    """The model that a command looks at, and where it runs."""
+
+    checkpoint: Path | None = None
+    """folder that `softfree train` wrote, such as OUT/best"""
+    model: str | None = None
+    """name of a fresh model with random weights, see `softfree models`"""
+    device: str = "auto"
+    """'cuda', 'cpu', or 'auto' for the GPU if there is one"""
+
+    def load(self) -> Subject:
+        return load_subject(self.checkpoint, self.model, choose_device(self.device))
+
+
+SUBJECT = OneSubject()
+
+
 def print_rows(
     console: Console,
     rows: Sequence[Any],
@@ -255,7 +274,9 @@ def command(
 ) -> Callable[[Sequence[str]], int]:
     """``main(argv)`` of the command ``softfree NAME``, where NAME is the function's; returns the exit code."""
     prog = f"softfree {function.__name__}"
-    return lambda argv: tyro.cli(function, args=argv, prog=prog, description=description)
+    return lambda argv: tyro.cli(
+        function, args=argv, prog=prog, description=description, config=FLAT
+    )
 
 
 def run_subcommand(

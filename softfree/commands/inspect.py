@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -12,9 +11,15 @@ from torch import Tensor, nn
 
 from softfree.analysis.capture import CONVERGED, MOST_STEPS, SoftLayer, capture_attention
 from softfree.analysis.pictures import load_photo
-from softfree.analysis.subject import load_subject
-from softfree.commands.common import NOTHING, Photo, check_img_size, command, make_table
-from softfree.training.devices import choose_device
+from softfree.commands.common import (
+    NOTHING,
+    SUBJECT,
+    OneSubject,
+    Photo,
+    check_img_size,
+    command,
+    make_table,
+)
 
 # Beyond this condition float32 leaves the smallest eigenvalues about one digit.
 NEAR_SINGULAR = 1e6
@@ -25,26 +30,20 @@ NEXT_TO_NOTHING = 1e-2
 def inspect(
     photo: Photo = None,
     /,
-    checkpoint: Path | None = None,
-    model: str | None = None,
     img_size: int | None = None,
-    device: str = "auto",
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+    of: OneSubject = SUBJECT,
 ) -> int:
     """Print a table of the layers, and what deserves attention.
 
     Args:
         photo: a photo of yours; otherwise one is drawn.
-        checkpoint: folder that `softfree train` wrote, such as OUT/best.
-        model: name of a fresh model with random weights, see `softfree models`.
         img_size: side of the square the model sees; otherwise that of its training.
-        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         as_json: print JSON, for programs.
     """
     check_img_size(img_size)
-    where = choose_device(device)
     picture = load_photo(photo)
-    subject = load_subject(checkpoint, model, where)
+    subject = of.load()
     seen = subject.look(picture, img_size)
     rows = examine(subject.model, seen.pixels)
     if as_json:

@@ -1,0 +1,291 @@
+"""Draw the papers' figures for a model and a photo of yours.
+
+`softfree figure heatmap` shows where a patch attends to, `convergence` how fast the Newton iteration
+converges, `spectrum` the eigenvalues behind it and what the normalisation does, and `resolution` the accuracy
+against the size of the images.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+
+from softfree.analysis.capture import SoftLayer, capture_attention
+from softfree.analysis.convergence import draw_convergence, residual_curves
+from softfree.analysis.heatmap import Group, draw_heat_maps, heat_panels, layer_title
+from softfree.analysis.pictures import landscape, load_photo
+from softfree.analysis.plots import draw_resolution, save_figure
+from softfree.analysis.spectrum import SpectralNorms, draw_spectrum, spectral_norms
+from softfree.analysis.subject import checkpoint_title, load_subjects
+from softfree.commands.common import (
+    SUBJECT,
+    OneSubject,
+    Photo,
+    Repeated,
+    check_figure,
+    check_img_size,
+    check_positive,
+    make_table,
+    run_subcommand,
+)
+from softfree.layers import SoftAttention
+from softfree.models.checks import check_at_least
+from softfree.training.devices import choose_device
+from softfree.training.settings import WORKERS
+
+SMALL = 512  # pixels of an image's side
+DRAWN = 8
+SIZES = (224, 320, 416, 512, 640)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``softfree figure`` with these arguments; return the exit code."""
+    return run_subcommand("figure", FIGURES, argv, question="which figure?", description=__doc__)
+
+
+def heatmap(
+    photo: Photo = None,
+    /,
+    checkpoint: Annotated[tuple[Path, ...], Repeated] = (),
+    model: Annotated[tuple[str, ...], Repeated] = (),
+    attention: Annotated[tuple[str, ...], Repeated] = (),
+    query: Annotated[str | None, tyro.conf.arg(metavar="X,Y")] = None,
+    stage: int | None = None,
+    heads: int = 4,
+    img_size: int | None = None,
+    output: Path = Path("heatmap.png"),
+    device: str = "auto",
+) -> int:
+    """Draw where a patch of a photo attends to (Fig. 4 and 7).
+
+    One model: a row of pictures for each stage (its last block). Several models, or --stage: a column for
+    each, at one stage. Each map is a row of the attention matrix, scaled to 0-1, as in the papers; its
+    total is what the sizes of its weights add up to (softmax: 1, less what a class token has).
+
+    Args:
+        photo: a photo of yours; otherwise one is drawn.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare.
+        model: name of a fresh model with random weights, see `softfree models`; may be repeated.
+        attention: attention of a fresh model, such as softpp or softmax; may be repeated to compare.
+        query: the patch, as a point in pixels of the photo; its centre if not given.
+        stage: only this stage, from 1; side by side 1 if not given.
+        heads: how many heads to draw.
+        img_size: side of the square the model sees; otherwise that of its training.
+        output: the file to write: .png, .svg or .pdf.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+    """
+    check_figure("--output", output)
+    check_img_size(img_size)
+    check_positive("--heads", heads)
+    where = choose_device(device)
+    if img_size is None or img_size <= SMALL:
+        # Threads gain little here, and on cores that are busy otherwise they wait seconds for each other.
+        torch.set_num_threads(1)
+    point = None if query is None else parse_query(query)
+    picture = load_photo(photo)
+    point = point or (picture.width / 2, picture.height / 2)
+    subjects = load_subjects(checkpoint, model, attention, where)
+    compare = len(subjects) > 1 or stage is not None
+    groups: list[Group] = []
+    for subject in subjects:
+        seen = subject.look(picture, img_size)
+        try:
+            place = seen.locate(*point)
+        except ValueError as error:
+            raise ValueError(f"--query {query}: {error}") from error
+        found = capture_attention(subject.model, seen.pixels)
+        square = picture.crop(seen.box)
+        title = subject.title if compare else ""
+        for number in (stage or 1,) if compare else found.stages:
+            layer = found.layer(number)
+            panels = heat_panels(layer, place, heads)
+            groups.append(Group(layer_title(layer, title), panels, square, place))
+    heading = "Where the marked patch attends to" + ("" if compare else f": {subjects[0].title}")
+    save_figure(draw_heat_maps(groups, heading, across=compare), output)
+    return 0
+
+
+def parse_query(text: str) -> tuple[float, float]:
+    """``"120,80"`` as (120, 80)."""
+    try:
+        x, y = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--query must be X,Y in pixels of the photo, got {text!r}") from None
+    return x, y
+
+
+def convergence(
+    data_dir: Path | None = None,
+    images: int = 100,
+    iterations: int = 35,
+    img_size: int | None = None,
+    output: Path = Path("convergence.png"),
+    of: OneSubject = SUBJECT,
+) -> int:
+    """Draw how fast the Newton iteration converges, per stage: mean, and band from least to greatest (Fig. 5).
+
+    Args:
+        data_dir: a folder of photos, with its subfolders; otherwise parts of a drawn picture.
+        images: at most so many photos, taken evenly from the folder.
+        iterations: Newton steps to follow.
+        img_size: side of the square the model sees; otherwise that of its training.
+        output: the file to write: .png, .svg or .pdf.
+    """
+    check_figure("--output", output)
+    check_img_size(img_size)
+    for option, value in (("--images", images), ("--iterations", iterations)):
+        check_positive(option, value)
+    paths = None if data_dir is None else find_photos(data_dir, images)
+    subject = of.load()
+    count = min(DRAWN, images) if paths is None else len(paths)
+    pictures = drawn_parts(count) if paths is None else map(load_photo, paths)
+    views = (subject.look(picture, img_size).pixels for picture in pictures)
+    progress = track(views, "images", count, console=Console(stderr=True), transient=True)
+    curves = residual_curves(subject.model, progress, iterations)
+    layers = [m for m in subject.model.modules() if isinstance(m, SoftAttention)]
+    taken = {layer.iterations for layer in layers if layer.inverse == "newton"}
+    what = f"{count} {'parts of a drawn picture' if paths is None else 'photos'}"
+    save_figure(draw_convergence(curves, taken, f"{subject.title}, {what}"), output)
+    return 0
+
+
+def find_photos(folder: Path, count: int) -> list[Path]:
+    """At most ``count`` photos of a folder and its subfolders, evenly chosen."""
+    from softfree.data.images import EXTENSIONS, image_files
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--data-dir {folder} is no folder; give one with photos")
+    files = image_files(folder)
+    if not files:
+        raise FileNotFoundError(
+            f"--data-dir {folder} has no photo; looked for {', '.join(EXTENSIONS)}"
+        )
+    chosen = np.linspace(0, len(files) - 1, min(count, len(files))).round().astype(int)
+    return [Path(files[index]) for index in chosen]
+
+
+def drawn_parts(count: int) -> Iterator[Image.Image]:
+    """Different squares of a drawn picture."""
+    picture = landscape(960, 720)
+    generator = np.random.default_rng(0)
+    for _ in range(count):
+        side = int(generator.integers(240, 640))
+        left, top = (int(generator.integers(0, length - side)) for length in picture.size)
+        yield picture.crop((left, top, left + side, top + side))
+
+
+def spectrum(
+    photo: Photo = None,
+    /,
+    img_size: tuple[int, ...] = (),
+    output: Path = Path("spectrum.png"),
+    of: OneSubject = SUBJECT,
+) -> int:
+    """Draw the eigenvalues of A, and the spectral norm with and without normalisation against m (Fig. 6).
+
+    Args:
+        photo: a photo of yours; otherwise one is drawn.
+        img_size: two or more sides of the squares behind the spectral norms, for larger ones have more
+            landmarks; the first is also behind the eigenvalues. Otherwise 224 320 416 512 640, and the
+            training's for the eigenvalues.
+        output: the file to write: .png, .svg or .pdf.
+    """
+    check_figure("--output", output)
+    check_img_size(*img_size)
+    if len(img_size) == 1:
+        raise ValueError(f"--img-size must be two or more, got {img_size[0]}")
+    picture = load_photo(photo)
+    subject = of.load()
+    first = img_size[0] if img_size else None
+    captured = capture_attention(subject.model, subject.look(picture, first).pixels)
+    if not captured.soft_layers:
+        raise ValueError(f"{subject.title} has no softmax-free layer, and so no matrix A")
+    norms: dict[int, list[SpectralNorms]] = {}
+    sides = sorted(set(img_size or SIZES))
+    for side in track(sides, "sizes", console=Console(stderr=True), transient=True):
+        found = capture_attention(subject.model, subject.look(picture, side).pixels)
+        last_blocks = [found.layer(stage) for stage in found.stages]
+        layers = [layer for layer in last_blocks if isinstance(layer, SoftLayer)]
+        # Where a class token is one landmark more, the layer still belongs to the same size.
+        norms.setdefault(layers[0].m, []).extend(
+            spectral_norms(layer.landmarks, layer.scale) for layer in layers
+        )
+    save_figure(draw_spectrum(captured.soft_layers, norms, subject.title), output)
+    return 0
+
+
+def resolution(
+    checkpoint: Annotated[tuple[Path, ...], Repeated],
+    data_dir: str | None = None,
+    dataset: str = "",
+    img_size: tuple[int, ...] = (224, 288, 384, 448, 512),
+    batch_size: int = 64,
+    workers: int = WORKERS,
+    output: Path = Path("resolution.png"),
+    device: str = "auto",
+) -> int:
+    """Draw the accuracy of classifiers against the size of the images (Table 6).
+
+    Args:
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare.
+        data_dir: folder with train/ and val/; otherwise what each checkpoint was trained on.
+        dataset: a data set as timm names it, in --data-dir.
+        img_size: sides of the images.
+        batch_size: images at a time.
+        workers: processes that load images.
+        output: the file to write: .png, .svg or .pdf.
+        device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
+    """
+    from softfree.commands.validate.base import check_classes
+    from softfree.data.classification import load_images
+    from softfree.training.checkpoint import data_settings
+    from softfree.training.classification import Classification, score_classifier
+    from softfree.training.distributed import join_processes
+
+    check_figure("--output", output)
+    check_positive("--batch-size", batch_size)
+    check_at_least(0, workers=workers)
+    check_img_size(*img_size)
+    curves: dict[str, list[tuple[int, float]]] = {}
+    trained: dict[str, int] = {}
+    with join_processes(device) as processes:
+        for path in checkpoint:
+            network, metadata = Classification.load(path, processes.device)
+            source = data_settings(path)
+            if data_dir is not None or dataset:
+                source = {"data_dir": data_dir, "dataset": dataset}
+            data = load_images(source["data_dir"], dataset=source["dataset"])
+            check_classes(path, metadata["class_names"], data.class_names)
+            title = f"{checkpoint_title(path)} ({metadata['model']})"
+            trained[title] = metadata["img_size"]
+            curves[title] = []
+            for size in sorted(set(img_size)):
+                scores, _ = score_classifier(
+                    network,
+                    metadata,
+                    data.val,
+                    size,
+                    processes,
+                    batch_size=batch_size,
+                    workers=workers,
+                )
+                curves[title].append((size, scores["top1"]))
+        if processes.main:
+            sizes = sorted(set(img_size))
+            table = make_table(["top-1 (%)", *(f"{size}²" for size in sizes)])
+            for title, curve in curves.items():
+                table.add_row(title, *(f"{accuracy:.1f}" for _, accuracy in curve))
+            Console(highlight=False).print(table)
+            save_figure(draw_resolution(curves, trained), output)
+    return 0
+
+
+FIGURES: dict[str, Callable[..., int]] = {
+    figure.__name__: figure for figure in (heatmap, convergence, spectrum, resolution)
+}
