@@ -231,7 +231,8 @@ def load_split(
     """One split, "train" or "val", checked: annotations, and that every file is there; see load_detection."""
     if data_dir is None:
         annotations = shape_annotations(shapes[SPLITS.index(split)], split=split, side=side)
-        return CocoDetection(annotations, _DrawShapes(split, side), masks=masks)
+        read = functools.partial(_draw_shapes, split, side)
+        return CocoDetection(annotations, read, masks=masks)
     root = Path(data_dir)
     if not root.is_dir():
         raise FileNotFoundError(f"`data_dir` {root} is no folder")
@@ -262,7 +263,7 @@ def load_split(
         raise FileNotFoundError(
             f"{len(missing):,} images of {path} are not in {folder}: {some(missing)}"
         )
-    return CocoDetection(annotations, _ReadFile(folder), masks=masks)
+    return CocoDetection(annotations, functools.partial(_read_file, folder), masks=masks)
 
 
 def train_transform(
@@ -320,18 +321,9 @@ def collate_detection(samples: Iterable[Sample], *, refill: bool = False) -> Det
     )
 
 
-@dataclass(frozen=True)
-class _ReadFile:
-    folder: Path
-
-    def __call__(self, image: dict[str, Any]) -> Image.Image:
-        return open_image(self.folder / image["file_name"])
+def _read_file(folder: Path, image: dict[str, Any]) -> Image.Image:
+    return open_image(folder / image["file_name"])
 
 
-@dataclass(frozen=True)
-class _DrawShapes:
-    split: str
-    side: int
-
-    def __call__(self, image: dict[str, Any]) -> Image.Image:
-        return Image.fromarray(draw_shapes(image["id"], split=self.split, side=self.side).image)
+def _draw_shapes(split: str, side: int, image: dict[str, Any]) -> Image.Image:
+    return Image.fromarray(draw_shapes(image["id"], split=split, side=side).image)

@@ -50,45 +50,38 @@ class ResidentImages:
 
     def __init__(self, dataset: ImageDataset, device: torch.device | str, workers: int = 0):
         kept, dataset.transform = dataset.transform, _to_array
+        pictures, labels = torch.empty(0), list[int]()
         try:
             # A generator of its own: by default a loader draws from the one that the caller has seeded.
             loader = DataLoader(
                 dataset, 256, num_workers=workers, collate_fn=list, generator=torch.Generator()
             )
-            pictures, labels = self._read(dataset, loader, device)
+            for items in loader:
+                arrays = []
+                for item in items:
+                    if isinstance(item, Unreadable):
+                        raise ValueError(
+                            f"`data_on_device`: {item.path} can't be read: {item.reason}; remove it"
+                        )
+                    if not labels:
+                        size = (len(dataset), *item[0].shape)
+                        pictures = torch.empty(size, dtype=torch.uint8, device=device)
+                    if item[0].shape != pictures.shape[1:]:
+                        sizes = [f"{s[2]} x {s[0]}" for s in (pictures.shape[1:], item[0].shape)]
+                        raise ValueError(
+                            f"`data_on_device` needs pictures of one size: {dataset.name(0)} has "
+                            f"{sizes[0]} pixels, {dataset.name(len(labels))} {sizes[1]}"
+                        )
+                    arrays.append(item[0])
+                    labels.append(item[1])
+                batch = torch.from_numpy(np.stack(arrays))
+                pictures[len(labels) - len(items) : len(labels)] = batch.to(device)
         finally:
             dataset.transform = kept
-        self.pictures, self.labels = pictures, labels
+        self.pictures, self.labels = pictures, torch.tensor(labels, device=device)
 
     def __len__(self) -> int:
         return len(self.pictures)
-
-    def _read(
-        self, dataset: ImageDataset, loader: DataLoader, device: torch.device | str
-    ) -> tuple[Tensor, Tensor]:
-        pictures, labels, count = torch.empty(0), [], 0
-        for items in loader:
-            for offset, item in enumerate(items):
-                if isinstance(item, Unreadable):
-                    raise ValueError(
-                        f"`data_on_device`: {item.path} can't be read: {item.reason}; remove it"
-                    )
-                if count == 0 and offset == 0:
-                    pictures = torch.empty(
-                        (len(dataset), *item[0].shape), dtype=torch.uint8, device=device
-                    )
-                if item[0].shape != pictures.shape[1:]:
-                    sizes = [f"{s[2]} x {s[0]}" for s in (pictures.shape[1:], item[0].shape)]
-                    raise ValueError(
-                        f"`data_on_device` needs pictures of one size: {dataset.name(0)} has "
-                        f"{sizes[0]} pixels, {dataset.name(count + offset)} {sizes[1]}"
-                    )
-            pictures[count : count + len(items)] = torch.from_numpy(
-                np.stack([item[0] for item in items])
-            ).to(device)
-            labels += [item[1] for item in items]
-            count += len(items)
-        return pictures, torch.tensor(labels, device=device)
 
     def centre_crops(
         self, indices: Tensor, size: int, *, crop_pct: float, interpolation: str = "bicubic"

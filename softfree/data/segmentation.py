@@ -6,7 +6,7 @@ nor in the metric.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,14 +68,14 @@ class SegmentationDataset(Dataset):
 
     Args:
         pairs: paths of picture and class map.
-        classes: from a value in the files, 0 .. 255, to its class; (256,) uint8.
         ids, ignored: values of the files that stand for a class, and those that stand for none.
+        classes: from a value in the files, 0 .. 255, to its class; (256,) uint8.
         transform: applied to (image, class map), with torchvision's tv_tensors.
     """
 
     pairs: Sequence[tuple[str, str]]
-    classes: np.ndarray
     ids: range
+    classes: np.ndarray = field(default_factory=lambda: np.arange(256, dtype=np.uint8))
     ignored: tuple[int, ...] = (IGNORE,)
     transform: Callable[..., tuple[Tensor, Tensor]] | None = None
 
@@ -107,9 +107,7 @@ class ShapeSegmentation(SegmentationDataset):
     """The embedded shapes: class 0 is the ground."""
 
     def __init__(self, count: int, split: str, side: int = SIDE):
-        super().__init__(
-            [("", "")] * count, np.arange(256, dtype=np.uint8), range(len(CLASSES) + 1)
-        )
+        super().__init__([("", "")] * count, range(len(CLASSES) + 1))
         self.split = split
         self.side = side
 
@@ -293,7 +291,7 @@ def _ade20k(root: Path, split: str) -> Split:
     classes[ids] = np.arange(ADE20K_CLASSES)
     pairs = _pairs(_folder(root / "images", split), _folder(root / "annotations", split))
     names = _ade20k_names(root / "objectInfo150.txt")
-    return SegmentationDataset(pairs, classes, ids, ignored=(0, IGNORE)), names
+    return SegmentationDataset(pairs, ids, classes, ignored=(0, IGNORE)), names
 
 
 def _ade20k_names(path: Path) -> tuple[str, ...]:
@@ -310,23 +308,12 @@ def _cityscapes(root: Path, split: str) -> Split:
     by_id = np.full(256, IGNORE, np.uint8)
     for label in labelled:
         by_id[label.id] = label.train_id
-    folder = root / "leftImg8bit" / split
-    images = [path for path in image_files(folder) if "_leftImg8bit" in path]
-    if not images:
-        raise FileNotFoundError(f"{folder} has no *_leftImg8bit.png")
-    stems = [
-        str(root / "gtFine" / Path(path).relative_to(root / "leftImg8bit")).rsplit("_", 1)[0]
-        for path in images
-    ]
-    ready = Path(f"{stems[0]}_gtFine_labelTrainIds.png").is_file()
-    suffix = "_gtFine_labelTrainIds.png" if ready else "_gtFine_labelIds.png"
-    class_maps = [stem + suffix for stem in stems]
-    _check_there(class_maps)
-    _check_pictures(root / "gtFine" / split, suffix, class_maps, folder)
-    pairs = list(zip(images, class_maps, strict=True))
-    if ready:
-        return SegmentationDataset(pairs, np.arange(256, dtype=np.uint8), range(len(names))), names
-    return SegmentationDataset(pairs, by_id, range(CITYSCAPES_IDS)), names
+    ends = ("_gtFine_labelTrainIds.png", "_gtFine_labelIds.png")
+    folder, class_maps = root / "leftImg8bit" / split, root / "gtFine" / split
+    pairs = _pairs(folder, class_maps, "_leftImg8bit", ends)
+    if pairs[0][1].endswith(ends[0]):
+        return SegmentationDataset(pairs, range(len(names))), names
+    return SegmentationDataset(pairs, range(CITYSCAPES_IDS), by_id), names
 
 
 def _voc(root: Path, split: str) -> Split:
@@ -347,8 +334,7 @@ def _voc(root: Path, split: str) -> Split:
         raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, named in {path}")
     _check_there(class_maps)
     pairs = [(pictures[name], class_map) for name, class_map in zip(names, class_maps, strict=True)]
-    classes = np.arange(256, dtype=np.uint8)
-    return SegmentationDataset(pairs, classes, range(len(VOC_CLASSES))), VOC_CLASSES
+    return SegmentationDataset(pairs, range(len(VOC_CLASSES))), VOC_CLASSES
 
 
 def _folders(root: Path, split: str, ignore_label: int) -> Split:
@@ -364,7 +350,7 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
     classes[ignore_label] = IGNORE
     pairs = _pairs(_folder(root / "images", split), _folder(root / "masks", split))
     ignored = tuple(sorted({ignore_label, IGNORE}))
-    return SegmentationDataset(pairs, classes, range(len(names)), ignored), names
+    return SegmentationDataset(pairs, range(len(names)), classes, ignored), names
 
 
 def _folder(folder: Path, split: str) -> Path:
@@ -374,16 +360,27 @@ def _folder(folder: Path, split: str) -> Path:
     raise FileNotFoundError(f"{folder} has no folder {' or '.join(SPLITS[split])}")
 
 
-def _pairs(images: Path, class_maps: Path) -> list[tuple[str, str]]:
-    """Pictures and the class maps of the same name, which are PNG files."""
-    found = image_files(images)
+def _pairs(
+    images: Path, class_maps: Path, image_end: str = "", ends: Sequence[str] = (".png",)
+) -> list[tuple[str, str]]:
+    """Pictures and the class maps of the same name, but for what both end in: the first of ``ends`` there is."""
+    found = [path for path in image_files(images) if Path(path).stem.endswith(image_end)]
     if not found:
-        raise FileNotFoundError(f"{images} has no pictures ({', '.join(EXTENSIONS)})")
-    paths = [
-        str((class_maps / Path(path).relative_to(images)).with_suffix(".png")) for path in found
+        expected = ", ".join(image_end + extension for extension in EXTENSIONS)
+        raise FileNotFoundError(f"{images} has no pictures ({expected})")
+    stems = [
+        str((class_maps / Path(path).relative_to(images)).with_suffix("")).removesuffix(image_end)
+        for path in found
     ]
+    end = next((end for end in ends if Path(stems[0] + end).is_file()), ends[-1])
+    paths = [stem + end for stem in stems]
     _check_there(paths)
-    _check_pictures(class_maps, ".png", paths, images)
+    alone = {path for path in image_files(class_maps) if path.endswith(end)}.difference(paths)
+    if alone:
+        raise FileNotFoundError(
+            f"{len(alone):,} pictures are missing in {images}: there are only the class maps "
+            f"{some(sorted(alone))}"
+        )
     return list(zip(found, paths, strict=True))
 
 
@@ -391,16 +388,6 @@ def _check_there(paths: Sequence[str]) -> None:
     missing = [path for path in paths if not Path(path).is_file()]
     if missing:
         raise FileNotFoundError(f"{len(missing):,} class maps are missing: {some(missing)}")
-
-
-def _check_pictures(folder: Path, suffix: str, paired: Sequence[str], images: Path) -> None:
-    """Raise if ``folder`` has class maps beside those of the pictures."""
-    found = [path for path in image_files(folder) if path.endswith(suffix)]
-    alone = sorted(set(found).difference(paired))
-    if alone:
-        raise FileNotFoundError(
-            f"{len(alone):,} pictures are missing in {images}: there are only the class maps {some(alone)}"
-        )
 
 
 def _sizes(picture: tuple[int, ...], class_map: tuple[int, ...]) -> str:

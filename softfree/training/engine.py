@@ -616,11 +616,12 @@ class _Training:
         if self.processes.main:
             settings = self.run.output / checkpoint.SETTINGS
             write_durably(settings, self.settings_json.encode())
-        self.log.begun(
-            self.task.name,
-            self.position.step,
-            parameters=sum(p.numel() for p in self.plain.parameters() if p.requires_grad),
-            batch=self.sampler.global_batch,
-            where=f"{self.processes.count} x {self.device.type}",
-            samples=(len(self.task.train_data), len(self.task.eval_data)),
+        parameters = sum(p.numel() for p in self.plain.parameters() if p.requires_grad)
+        self.log.say(
+            f"{self.task.name}: {parameters / 1e6:.2f} M trainable parameters, {self.schedule.total:,} steps of "
+            f"{self.sampler.global_batch} on {self.processes.count} x {self.device.type}"
         )
+        samples = (len(data) for data in (self.task.train_data, self.task.eval_data))
+        self.log.say("{:,} training and {:,} validation samples".format(*samples))
+        if self.position.step:
+            self.log.say(f"going on from step {self.position.step:,}")

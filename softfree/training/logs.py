@@ -88,25 +88,6 @@ class RunLog:
 
     # What happens in a run
 
-    def begun(
-        self,
-        task: str,
-        step: int,
-        *,
-        parameters: int,
-        batch: int,
-        where: str,
-        samples: tuple[int, int],
-    ) -> None:
-        """The run begins, or goes on from ``step``; ``samples`` are those for training and validation."""
-        self.say(
-            f"{task}: {parameters / 1e6:.2f} M trainable parameters, {self.total:,} steps of {batch} on "
-            f"{where}"
-        )
-        self.say(f"{samples[0]:,} training and {samples[1]:,} validation samples")
-        if step:
-            self.say(f"going on from step {step:,}")
-
     def steps_done(self, step: int, numbers: Mapping[str, float], skipped: int) -> None:
         """The numbers of the last steps, ``skipped`` of which were left out."""
         self.record(TRAIN_CSV, step, numbers)

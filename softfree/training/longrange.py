@@ -153,7 +153,6 @@ class LongRange(Task):
         self.settings = settings
         self.task = find_task(settings.data.task)
         self.model_kwargs = model_arguments(settings.model, self.task)
-        check_encoder(self.model_kwargs)
         self.data = load_data(settings.data) if data is None else data
         self.train_data, self.eval_data = self.data.train, self.data.dev
         self.pad = PadSequences(self.task.length)
@@ -217,7 +216,7 @@ def load_data(settings: LongRangeDataSettings) -> LongRangeData:
 
 
 def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dict[str, Any]:
-    """Keywords of :class:`SequenceClassifier`."""
+    """Keywords of :class:`SequenceClassifier`, tried out."""
     if settings.attention not in ATTENTIONS:
         raise ValueError(
             f"`attention` must be one of {', '.join(ATTENTIONS)}, got {settings.attention!r}"
@@ -233,7 +232,7 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
         )
     if not 0 <= settings.dropout < 1:
         raise ValueError(f"`dropout` must lie in [0, 1), got {settings.dropout:g}")
-    return {
+    arguments = {
         **dataclasses.asdict(settings),
         "attention_options": parse_model_kwargs(settings.attention_options, example="stride=32"),
         "vocab_size": task.vocab_size,
@@ -241,18 +240,15 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
         "num_classes": task.num_classes,
         "pair": task.pair,
     }
+    with mistakes_in("model_kwargs"), torch.device("meta"):
+        build_encoder(arguments)
+    return arguments
 
 
 def build_encoder(arguments: dict[str, Any]) -> SequenceClassifier:
     """The encoder of :func:`model_arguments`."""
     others = {name: value for name, value in arguments.items() if name != "attention_options"}
     return SequenceClassifier(**others, **arguments.get("attention_options", {}))
-
-
-def check_encoder(arguments: dict[str, Any]) -> None:
-    """Refuse options that the attention does not take."""
-    with mistakes_in("model_kwargs"), torch.device("meta"):
-        build_encoder(arguments)
 
 
 def evaluate_sequences(
