@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader
 
+from softfree.data.detection import load_detection
 from softfree.data.images import Unreadable
+from softfree.data.segmentation import load_segmentation
 from softfree.models.checks import check_at_least
 from softfree.training.settings import WORKERS
 
@@ -45,26 +47,19 @@ def check_data(
         workers: processes that decode pictures.
     """
     check_at_least(0, workers=workers)
-    splits: dict[str, Any]
+    data: Any
     if task == "detection":
-        from softfree.data.detection import load_detection
-
         data = load_detection(data_dir, masks=masks, skip_bad=skip_bad_annotations)
-        splits = {"train": data.train, "val": data.val}
-        for split, part in splits.items():
-            objects = len(part.annotations["annotations"])
-            print(f"{split}: {len(part):,} pictures, {objects:,} objects")
+    else:
+        data = load_segmentation(data_dir, ignore_label=ignore_label)
+    splits, names = {"train": data.train, "val": data.val}, data.class_names
+    for split, part in splits.items():
+        what = " with class maps"
+        if task == "detection":
+            what = f", {len(part.annotations['annotations']):,} objects"
             # Checked by now; to draw them would take longer than the pictures.
             part.masks = False
-        names = data.class_names
-    else:
-        from softfree.data.segmentation import load_segmentation
-
-        maps = load_segmentation(data_dir, ignore_label=ignore_label)
-        splits = {"train": maps.train, "val": maps.val}
-        for split, part in splits.items():
-            print(f"{split}: {len(part):,} pictures with class maps")
-        names = maps.class_names
+        print(f"{split}: {len(part):,} pictures{what}")
     if decode and data_dir is not None:
         check_pictures(splits, data_dir, workers)
     console = Console(highlight=False, markup=False)

@@ -48,8 +48,21 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
         )
     train_root = find_split(root, TRAIN_NAMES)
     val_root = find_split(root, VAL_NAMES)
-    class_names = _class_folders(train_root)
-    _check_same_classes(train_root, class_names, val_root, _class_folders(val_root))
+    class_names, in_val = _class_folders(train_root), _class_folders(val_root)
+    if class_names != in_val:
+        only_train, only_val = (
+            set(class_names).difference(in_val),
+            set(in_val).difference(class_names),
+        )
+        differences = [
+            f"only in {part}: {some(sorted(only))}"
+            for part, only in ((train_root, only_train), (val_root, only_val))
+            if only
+        ]
+        raise ValueError(
+            f"{train_root} has {len(class_names):,} class folders and {val_root} has {len(in_val):,}; "
+            f"they must have the same names. {'; '.join(differences)}"
+        )
     train, val = (_read_class_folders(part, class_names, strict) for part in (train_root, val_root))
     return ImageData(train, val, tuple(class_names))
 
@@ -79,22 +92,6 @@ def _class_folders(root: Path) -> list[str]:
             f"found {_listing(root)}"
         )
     return names
-
-
-def _check_same_classes(
-    train_root: Path, train: Sequence[str], val_root: Path, val: Sequence[str]
-) -> None:
-    if train == val:
-        return
-    differences = [
-        f"only in {root}: {some(sorted(only))}"
-        for root, only in ((train_root, set(train) - set(val)), (val_root, set(val) - set(train)))
-        if only
-    ]
-    raise ValueError(
-        f"{train_root} has {len(train):,} class folders and {val_root} has {len(val):,}; they must "
-        f"have the same names. {'; '.join(differences)}"
-    )
 
 
 def _read_class_folders(root: Path, class_names: Sequence[str], strict: bool) -> ImageFiles:

@@ -170,7 +170,11 @@ def open_image(source: str | Path | IO[bytes]) -> Image.Image:
             # Pillow warns of odd metadata and of sizes below our own limit: nothing a user could act on.
             warnings.simplefilter("ignore")
             with Image.open(source, formats=FORMATS) as picture:
-                _check_pixels(*picture.size)
+                width, height = picture.size
+                if width * height > MAX_PIXELS:
+                    raise UnreadableImageError(
+                        f"more than the limit of {MAX_PIXELS:,} pixels: {width:,} x {height:,}"
+                    )
                 return to_rgb(picture)
     except UnreadableImageError:
         raise
@@ -188,13 +192,6 @@ def _reason(source: object, error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
-
-
-def _check_pixels(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise UnreadableImageError(
-            f"more than the limit of {MAX_PIXELS:,} pixels: {width:,} x {height:,}"
-        )
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:

@@ -1,10 +1,10 @@
 """The device that a flag asks for; batches and precision on it."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 AmpDtype = Literal["auto", "none", "bfloat16", "float16"]
 AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,17 +27,13 @@ def choose_device(name: str) -> torch.device:
 
 def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
     """A batch of tensors in tuples, lists and dicts, on the device; what is no tensor stays."""
-    if isinstance(batch, Tensor):
-        images = channels_last and batch.ndim == 4
+
+    def move(tensor: Tensor) -> Tensor:
+        images = channels_last and tensor.ndim == 4
         layout = torch.channels_last if images else torch.preserve_format
-        return batch.to(device, non_blocking=True, memory_format=layout)
-    if isinstance(batch, Mapping):
-        return {name: to_device(value, device, channels_last) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device, channels_last) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return type(batch)(to_device(value, device, channels_last) for value in batch)  # type: ignore[call-arg]
-    return batch
+        return tensor.to(device, non_blocking=True, memory_format=layout)
+
+    return tree_map_only(Tensor, move, batch)
 
 
 def autocast(name: str, device: torch.device) -> torch.autocast:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from softfree.training.distributed import Processes, gather, total, whole
 
@@ -153,10 +154,9 @@ def find_nonfinite(
 
 
 def _has_nonfinite(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_floating_point() and not bool(whole(value).isfinite().all())
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_nonfinite, value))
-    if isinstance(value, Mapping):
-        return any(map(_has_nonfinite, value.values()))
-    return False
+    return any(
+        isinstance(leaf, Tensor)
+        and leaf.is_floating_point()
+        and not bool(whole(leaf).isfinite().all())
+        for leaf in tree_leaves(value)
+    )

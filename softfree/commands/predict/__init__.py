@@ -80,7 +80,10 @@ def predict(
         if value is not None:
             check_positive(option, value)
     check_output("--output", output)
-    check_draw(draw)
+    if draw is not None:
+        if draw.is_file():
+            raise ValueError(f"--draw must name a folder, {draw} is a file")
+        check_output("--draw", draw / "drawing.png")
     source, task, known = find_model(checkpoint, onnx)
     where = torch.device("cpu") if onnx else choose_device(device)
     paths = find_pictures(pictures)
@@ -119,7 +122,9 @@ def predict(
                 record = {"path": path, **result}
                 table.add_row(escape(path), *predictor.cells(result))
                 if draw is not None:
-                    target = drawing_path(draw, number, path, len(paths))
+                    # A name that tells the picture, and that no two pictures share.
+                    order = f"{number + 1:0{len(str(len(paths)))}d}"
+                    target = draw / f"{order}_{Path(path).stem}.png"
                     predictor.draw(target, open_image(path), result)
             line = json.dumps(record, ensure_ascii=False)
             if lines is not None:
@@ -184,21 +189,6 @@ def predict_files(
         results = iter(predictor.predict(inputs) if inputs else [])
         for item in batch:
             yield item if isinstance(item, Unreadable) else next(results)
-
-
-def check_draw(folder: Path | None) -> None:
-    """Refuse a folder that can't be drawn into, before the work."""
-    if folder is None:
-        return
-    if folder.is_file():
-        raise ValueError(f"--draw must name a folder, {folder} is a file")
-    check_output("--draw", folder / "drawing.png")
-
-
-def drawing_path(folder: Path, number: int, path: str, count: int) -> Path:
-    """A name that tells the picture, and that no two pictures share."""
-    order = f"{number + 1:0{len(str(count))}d}"
-    return folder / f"{order}_{Path(path).stem}.png"
 
 
 def report_unreadable(console: Console, unreadable: Sequence[Unreadable], count: int) -> None:
