@@ -222,7 +222,7 @@ def test_a_layer_that_solves_is_read_as_it_computes(order):
         settings = AttentionSettings(layer.scale, layer.normalize, inverse)
         q, landmarks = layer.queries[None].double(), layer.landmarks[None].double()
         values = torch.eye(layer.tokens).double().expand(1, layer.heads, -1, -1)
-        out = reference.soft_attention(q, None, values, landmarks, None, None, settings)[0]
+        out = reference.soft_attention(Inputs(q, None, values, landmarks), settings)[0]
         torch.testing.assert_close(layer.rows(range(layer.tokens)), out.float(), atol=1e-5, rtol=0)
         assert layer.residuals(3).shape == (layer.heads, 4)
 
