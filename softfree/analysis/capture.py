@@ -7,7 +7,6 @@ and any row of the matrix follows from it: where the tokens of one patch look.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from softfree.analysis.complexity import evaluating
 from softfree.layers.attention import SoftAttention, SoftmaxAttention
 from softfree.layers.landmarks import Size, pooled_share
 from softfree.layers.linformer import LinformerAttention
-from softfree.layers.multihead import MultiHeadAttention
 from softfree.layers.nystromformer import NystromformerAttention, iterative_inverse
 from softfree.layers.performer import RELU_OFFSET, PerformerAttention
 from softfree.ops.attention.inverse import newton_inverse, newton_residuals, start_value
@@ -69,13 +68,15 @@ class AttentionLayer:
     @property
     def stage(self) -> int:
         """The stage of a pyramid, from 1; 1 for models without stages."""
-        found = re.search(r"stages\.(\d+)\.", self.name)
-        return int(found[1]) + 1 if found else 1
+        return self._number("stages")
 
     @property
     def block(self) -> int:
         """The block within the stage, from 1."""
-        found = re.search(r"blocks\.(\d+)\.", self.name)
+        return self._number("blocks")
+
+    def _number(self, part: str) -> int:
+        found = re.search(rf"{part}\.(\d+)\.", self.name)
         return int(found[1]) + 1 if found else 1
 
     def rows(self, queries: Sequence[int]) -> Tensor:
@@ -365,7 +366,7 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
 
         def record(_: nn.Module, __: tuple, projected: Tensor) -> None:
             with torch.autocast(projected.device.type, enabled=False):
-                layers.append(READERS[type(module)](name, module, projected, *grids))
+                layers.append(_read(name, module, projected, *grids))
 
         yield module.register_forward_pre_hook(note_grid, with_kwargs=True)
         projection: Any = module.qv if isinstance(module, SoftAttention) else module.qkv
@@ -374,11 +375,11 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
     handles = [
         handle
         for name, module in model.named_modules()
-        if type(module) in READERS
+        if type(module) in KNOWN
         for handle in hooks(name, module)
     ]
     if not handles:
-        known = ", ".join(kind.__name__ for kind in READERS)
+        known = ", ".join(kind.__name__ for kind in KNOWN)
         raise ValueError(
             f"model: {type(model).__name__} has no attention layer of softfree ({known})"
         )
@@ -392,18 +393,6 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
     return AttentionCapture(tuple(layers), output)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within, each module's own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _grid_of(
     name: str,
     x: Tensor,
@@ -415,6 +404,16 @@ def _grid_of(
     if mask is not None or context is not None:
         raise ValueError(f"{name}: attention with a mask or to a context can't be captured")
     return size
+
+
+def _read(name: str, module: Any, projected: Tensor, size: Size) -> AttentionLayer:
+    if isinstance(module, SoftAttention):
+        return _read_soft(name, module, projected, size)
+    q, k, _ = projected[0].unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3).float()
+    if isinstance(module, SoftmaxAttention):
+        return SoftmaxLayer(name, "softmax", size, q, k)
+    kind, factors = FACTORS[type(module)]
+    return FactoredLayer(name, kind, size, q, k, *factors(module, q, k, size))
 
 
 def _read_soft(name: str, module: SoftAttention, projected: Tensor, size: Size) -> SoftLayer:
@@ -442,68 +441,42 @@ def _read_soft(name: str, module: SoftAttention, projected: Tensor, size: Size) 
     )
 
 
-def _split(module: MultiHeadAttention, projected: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a rival, (heads, tokens, d) each, in float32."""
-    q, k, _ = projected[0].unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3).float()
-    return q, k
+# The factors ``left`` and ``right`` of a layer, from queries and keys (heads, tokens, d) in float32.
+Factors = tuple[Tensor, Tensor]
 
 
-def _read_softmax(
-    name: str, module: SoftmaxAttention, projected: Tensor, size: Size
-) -> SoftmaxLayer:
-    return SoftmaxLayer(name, "softmax", size, *_split(module, projected))
-
-
-def _read_nystromformer(
-    name: str, module: NystromformerAttention, projected: Tensor, size: Size
-) -> FactoredLayer:
-    q, k = _split(module, projected)
+def _nystromformer(module: NystromformerAttention, q: Tensor, k: Tensor, size: Size) -> Factors:
     landmark_queries, landmark_keys = (module.sampler(t[None], size)[0][0] for t in (q, k))
-    inverse = iterative_inverse(
-        _softmax_scores(landmark_queries, landmark_keys), module.inverse_steps
-    )
-    left = _softmax_scores(q, landmark_keys) @ inverse
-    right = _softmax_scores(landmark_queries, k).mT
-    return FactoredLayer(name, "Nyströmformer", size, q, k, left, right)
+    between = _softmax_scores(landmark_queries, landmark_keys)
+    left = _softmax_scores(q, landmark_keys) @ iterative_inverse(between, module.inverse_steps)
+    return left, _softmax_scores(landmark_queries, k).mT
 
 
-def _read_performer(
-    name: str, module: PerformerAttention, projected: Tensor, size: Size
-) -> FactoredLayer:
-    q, k = _split(module, projected)
+def _performer(module: PerformerAttention, q: Tensor, k: Tensor, size: Size) -> Factors:
     directions = module.features.float().T * module.head_dim**-0.25
     on_queries, on_keys = q @ directions, k @ directions
     if module.kernel == "softmax":
         on_keys = on_keys - k.square().sum(-1, keepdim=True) * (0.5 * module.head_dim**-0.5)
         totals = on_keys.logsumexp(-2, keepdim=True)
-        left, right = (on_queries + totals).softmax(-1), (on_keys - totals).exp()
-    else:
-        left, right = (t.relu() + RELU_OFFSET for t in (on_queries, on_keys))
-        left = left / (left @ right.sum(-2)[..., None])
-    return FactoredLayer(name, "Performer", size, q, k, left, right)
+        return (on_queries + totals).softmax(-1), (on_keys - totals).exp()
+    left, right = (t.relu() + RELU_OFFSET for t in (on_queries, on_keys))
+    return left / (left @ right.sum(-2)[..., None]), right
 
 
-def _read_linformer(
-    name: str, module: LinformerAttention, projected: Tensor, size: Size
-) -> FactoredLayer:
-    q, k = _split(module, projected)
-    tokens = q.shape[1]
-    prefix = 0 if size is None else tokens - size[0] * size[1]
-    mixtures = module.matrix(tokens - prefix, size).float()
+def _linformer(module: LinformerAttention, q: Tensor, k: Tensor, size: Size) -> Factors:
+    prefix = 0 if size is None else q.shape[1] - size[0] * size[1]
+    mixtures = module.matrix(q.shape[1] - prefix, size).float()
     mixtures = torch.block_diag(torch.eye(prefix, device=q.device), mixtures)
-    left = _softmax_scores(q, mixtures @ k)
-    return FactoredLayer(name, "Linformer", size, q, k, left, mixtures.mT[None])
+    return _softmax_scores(q, mixtures @ k), mixtures.mT[None]
 
 
 def _softmax_scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.softmax(q.shape[-1] ** -0.5 * q @ k.mT, -1)
 
 
-# How the factors of each kind of layer are read.
-READERS: dict[type[nn.Module], Callable[..., AttentionLayer]] = {
-    SoftAttention: _read_soft,
-    SoftmaxAttention: _read_softmax,
-    NystromformerAttention: _read_nystromformer,
-    PerformerAttention: _read_performer,
-    LinformerAttention: _read_linformer,
+FACTORS: dict[type[nn.Module], tuple[str, Callable[..., Factors]]] = {
+    NystromformerAttention: ("Nyströmformer", _nystromformer),
+    PerformerAttention: ("Performer", _performer),
+    LinformerAttention: ("Linformer", _linformer),
 }
+KNOWN = (SoftAttention, SoftmaxAttention, *FACTORS)

@@ -1,5 +1,8 @@
 """How large a model is and how much it computes, without computing it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,6 +19,18 @@ def count_parameters(model: nn.Module) -> int:
         55
     """
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within, each module's own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def count_macs(model: nn.Module, size: int | tuple[int, int] = 224, in_chans: int = 3) -> int:
@@ -37,22 +52,15 @@ def count_macs(model: nn.Module, size: int | tuple[int, int] = 224, in_chans: in
     height, width = (size, size) if isinstance(size, int) else size
     if min(height, width) < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     # Fake tensors, not meta ones: they say they are on the CPU, and code that asks for the device, as
     # autocast does, gets an answer.
-    try:
-        with FakeTensorMode(), torch.no_grad(), torch.device("cpu"):
-            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            stand_ins = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype)
-                for name, tensor in tensors.items()
-            }
-            image = torch.empty(1, in_chans, height, width)
-            # Torch's counter has no formula for the CPU's fused softmax attention: take its products.
-            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                functional_call(model, stand_ins, (image,))
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), FakeTensorMode(), torch.no_grad(), torch.device("cpu"):
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        stand_ins = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()
+        }
+        image = torch.empty(1, in_chans, height, width)
+        # Torch's counter has no formula for the CPU's fused softmax attention: take its products.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            functional_call(model, stand_ins, (image,))
     return counter.get_total_flops() // 2

@@ -115,20 +115,20 @@ def _timed(
     limits: Any = {"max_repeats": MOST_REPEATS, "budget": seconds}
     if device.type != "cuda":
         return found._replace(seconds=time_call(call, **limits).median, timer="host")
-    if cuda_graph:
+    if not cuda_graph:
+        eager = time_queued(call, device, **limits).median
+        found = found._replace(seconds=eager, timer="events")
+        if cuda_graph is None:
+            found = found._replace(eager_seconds=eager)
+        if cuda_graph is not None or eager > LONG:
+            return found
+    try:
         graph = time_graph(call, device, **limits).median
         return found._replace(seconds=graph, timer="CUDA graph")
-    eager = time_queued(call, device, **limits).median
-    if cuda_graph is None:
-        found = found._replace(eager_seconds=eager)
-        if eager <= LONG:
-            try:
-                graph = time_graph(call, device, **limits).median
-                return found._replace(seconds=graph, timer="CUDA graph")
-            except RuntimeError as error:
-                if "captur" not in str(error):
-                    raise
-    return found._replace(seconds=eager, timer="events")
+    except RuntimeError as error:
+        if cuda_graph or "captur" not in str(error):
+            raise
+        return found
 
 
 def relate(
@@ -136,9 +136,7 @@ def relate(
 ) -> None:
     """Fill in how many times better than the row ``base`` (None: there is none) each row is.
 
-    Args:
-        ratios: by the field that is compared, the field for the ratio.
-        lower_is_better: of times, for example.
+    ``ratios``: by the field that is compared, the field for the ratio.
     """
     for row in rows:
         for field, ratio in ratios.items():
@@ -169,11 +167,7 @@ def time_call(
 ) -> Timing:
     """Time ``call`` after one warm-up, again and again until ``budget`` seconds are spent.
 
-    Args:
-        call: what to time; its result is thrown away.
-        device: where it computes; work queued there is waited for.
-        min_repeats, max_repeats: bounds on the number of timed calls.
-        budget: seconds after which no further call is begun.
+    Work that it queues on ``device`` is waited for.
     """
     if min_repeats < 1 or max_repeats < min_repeats:
         raise ValueError(
@@ -284,14 +278,9 @@ def capture_graph(call: Callable[[], object], calls: int = 1) -> Callable[[], ob
 
 
 def copy_bandwidth(device: torch.device | str = "cpu", *, size: int | None = None) -> float:
-    """Bytes per second that a large copy reads and writes together: the memory's practical speed.
-
-    Args:
-        device: whose memory.
-        size: bytes to copy; None: 1 GiB on a GPU, 128 MiB on a CPU, more than caches hold.
-    """
-    device = torch.device(device)
-    size = size or (2**30 if device.type == "cuda" else 2**27)
+    """Bytes per second that a large copy reads and writes together: the memory's practical speed."""
+    # More than caches hold.
+    size = size or (2**30 if torch.device(device).type == "cuda" else 2**27)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / time_queued(lambda: target.copy_(source), device, budget=0.3).median

@@ -68,8 +68,10 @@ class Explorer:
         self._computing = threading.RLock()
         self._decoding = threading.Lock()
         self._capture = lru_cache(KEPT_CAPTURES)(self._run)
-        self._kernel = lru_cache(KEPT_KERNELS)(self._evaluate_kernel)
-        self._mixing = lru_cache(KEPT_MIXINGS)(self._invert)
+        self._kernel = lru_cache(KEPT_KERNELS)(lambda place: self._soft_layer(place).kernel)
+        self._mixing = lru_cache(KEPT_MIXINGS)(
+            lambda place, **settings: replace(self._soft_layer(place), **settings).mixing
+        )
 
     def add_photo(self, content: bytes) -> str:
         """Keep a photo, from the bytes of its file; returns its name. The oldest of many is forgotten.
@@ -120,8 +122,7 @@ class Explorer:
     def heat_maps(self, place: Place, x: float, y: float, steps: int | None = None) -> Tensor:
         """The maps of the patch at (x, y), parts of the image: (variants, heads, H, W), float64, on the CPU.
 
-        Args:
-            steps: Newton steps; None: as many as the layer takes.
+        ``steps`` are Newton's; None: as many as the layer takes.
         """
         with self._computing:
             layer = self.layer(place)
@@ -130,28 +131,18 @@ class Explorer:
                 return layer.heat_map(token)[None].double().cpu()
             kernel = self._kernel(place)
             taken = layer.iterations if steps is None else steps
-            soft = [
-                layer.lay_out(
-                    layer.rows([token], kernel, self._mixing(place, taken, normalize))[:, 0]
-                )
-                for normalize in (False, True)
-            ]
+            mixings = [self._mixing(place, iterations=taken, normalize=n) for n in (False, True)]
+            soft = [layer.lay_out(layer.rows([token], kernel, y)[:, 0]) for y in mixings]
             return torch.stack([*soft, layer.as_softmax().heat_map(token).double()]).cpu()
 
     def _run(self, model: int, photo: str, size: int) -> AttentionCapture:
         subject = self.subjects[model]
         return capture_attention(subject.model, subject.look(self.photo(photo), size).pixels)
 
-    def _evaluate_kernel(self, place: Place) -> Tensor:
+    def _soft_layer(self, place: Place) -> SoftLayer:
         layer = self.layer(place)
         assert isinstance(layer, SoftLayer)
-        return layer.kernel
-
-    def _invert(self, place: Place, steps: int, normalize: bool) -> Tensor:
-        """Y', (heads, m, m)."""
-        layer = self.layer(place)
-        assert isinstance(layer, SoftLayer)
-        return replace(layer, iterations=steps, normalize=normalize).mixing
+        return layer
 
 
 def top_classes(output: Any, metadata: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -198,9 +189,6 @@ def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
 
 def _square(photo: Image.Image) -> Image.Image:
     """The central square, outside which no model sees, at most WIDEST wide."""
-    width, height = photo.size
-    edge = min(width, height)
-    left, top = (width - edge) // 2, (height - edge) // 2
-    square = photo.crop((left, top, left + edge, top + edge))
+    square = photo.crop(seen_box(photo.size, 1.0))
     square.thumbnail((WIDEST, WIDEST))
     return square

@@ -41,13 +41,7 @@ Part = Annotated[float, Query(ge=0, le=1)]
 def create_app(
     subjects: Sequence[Subject], samples: Mapping[str, Image.Image], host: str = "127.0.0.1"
 ) -> FastAPI:
-    """The application.
-
-    Args:
-        subjects: the models to look at.
-        samples: photos that are there from the start, by name; at least one.
-        host: the name or address it is reached by.
-    """
+    """The application, reached by the name or address ``host``; ``samples`` are one photo or more, by name."""
     explorer = Explorer(subjects, samples)
     # FastAPI's own documentation pages would load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -76,15 +70,12 @@ def create_app(
             raise HTTPException(404, f"there is no model {model}")
         return model
 
-    def captured(
-        model: Annotated[int, Depends(known)], photo: str, size: Size
-    ) -> tuple[int, str, int]:
-        return model, photo, size
+    Model = Annotated[int, Depends(known)]
 
-    def layer_place(
-        at: Annotated[tuple[int, str, int], Depends(captured)], stage: int, block: int = -1
-    ) -> Place:
-        return Place(*at, stage, block)
+    def layer_place(model: Model, photo: str, size: Size, stage: int, block: int = -1) -> Place:
+        return Place(model, photo, size, stage, block)
+
+    Layer = Annotated[Place, Depends(layer_place)]
 
     @app.get("/api/setup")
     def setup() -> dict[str, Any]:
@@ -124,16 +115,16 @@ def create_app(
         return Response(file.getvalue(), media_type="image/jpeg")
 
     @app.get("/api/capture")
-    def capture(at: Annotated[tuple[int, str, int], Depends(captured)]) -> dict[str, Any]:
-        return explorer.describe(*at)
+    def capture(model: Model, photo: str, size: Size) -> dict[str, Any]:
+        return explorer.describe(model, photo, size)
 
     @app.get("/api/convergence")
-    def convergence(place: Annotated[Place, Depends(layer_place)]) -> dict[str, Any]:
+    def convergence(place: Layer) -> dict[str, Any]:
         return explorer.convergence(place)
 
     @app.get("/api/maps")
     def maps(
-        place: Annotated[Place, Depends(layer_place)],
+        place: Layer,
         x: Part,
         y: Part,
         steps: Annotated[int | None, Query(ge=0, le=MOST_STEPS)] = None,
