@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import timm
@@ -83,41 +85,16 @@ class DetectorConditions:
     cuda_graph: bool
 
 
-@dataclass
-class Throughput:
-    """One model's figures; None where not measured, and ``note`` says why."""
-
-    model: str
-    parameters: int
-    macs: int | None
-    train_img_per_s: float | None = None
-    train_ratio_to_first: float | None = None
-    train_peak_gib: float | None = None
-    infer_img_per_s: float | None = None
-    infer_ratio_to_first: float | None = None
-    infer_peak_gib: float | None = None
-    note: str = ""
-
-
-@dataclass
-class DetectorSpeed:
-    """A backbone's figures, alone and with a detector; None where not measured, and ``note`` says why."""
-
-    backbone: str
-    landmarks: str
-    backbone_parameters: int = 0
-    detector_parameters: int = 0
-    backbone_img_per_s: float | None = None
-    backbone_ratio_to_first: float | None = None
-    backbone_peak_gib: float | None = None
-    step_img_per_s: float | None = None
-    step_ratio_to_first: float | None = None
-    step_peak_gib: float | None = None
-    note: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.backbone} {self.landmarks}".strip()
+def new_row(
+    kinds: Iterable[str],
+    figures: Iterable[str] = ("img_per_s", "ratio_to_first", "peak_gib"),
+    **known: Any,
+) -> SimpleNamespace:
+    """A row of a table, with None for ``{kind}_{figure}``; where one is not measured ``note`` says why."""
+    unknown = itertools.product(kinds, figures)
+    return SimpleNamespace(
+        **known, **{f"{kind}_{figure}": None for kind, figure in unknown}, note=""
+    )
 
 
 def measure_model(
@@ -129,7 +106,7 @@ def measure_model(
     seconds: float = 3.0,
     report: Callable[[str], None] = lambda text: None,
     **options: Any,
-) -> Throughput:
+) -> SimpleNamespace:
     """One row, without its ratios; ``options`` are timm's keywords of the model."""
     report(f"{name}: building")
     side = conditions.img_size
@@ -141,7 +118,7 @@ def measure_model(
         given = f" with {words}" if words else ""
         problem = f"{name}{given} can't take images of {side} x {side}: {first_line(error)}"
         raise ValueError(problem) from error
-    row = Throughput(name, count_parameters(network), macs)
+    row = new_row(KINDS, model=name, parameters=count_parameters(network), macs=macs)
     # Inference last: folding changes the model.
     for kind in kinds:
         report(f"{name}: {KINDS[kind]}")
@@ -159,7 +136,7 @@ def measure_model(
 
 
 def measure_with_detector(
-    row: DetectorSpeed,
+    row: SimpleNamespace,
     arguments: dict[str, Any],
     conditions: DetectorConditions,
     device: torch.device,
@@ -167,9 +144,9 @@ def measure_with_detector(
     seconds: float = 3.0,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Fill in a row's own figures; ``arguments`` are the backbone's."""
+    """Fill in a row's own figures and counts of parameters; ``arguments`` are the backbone's."""
     for part in PARTS:
-        report(f"{row.name}: {part}")
+        report(f"{row.backbone} {row.landmarks}: {part}")
         torch.manual_seed(0)
         alone = part == "backbone"
         build_part, prepare = (

@@ -190,10 +190,10 @@ class Report:
         """Print measured rows as a table, and how to read it; write them to CSV and plot, if asked for.
 
         Args:
-            rows: dataclasses, or whatever ``columns`` can read.
+            rows: objects that have the figures as attributes, or whatever ``columns`` can read.
             columns, section: see :func:`print_rows`.
             draw: makes the plot, given its title.
-            records: the rows of the CSV; otherwise the fields of ``rows``.
+            records: the rows of the CSV; otherwise the attributes of ``rows``.
             extra: what every row of the CSV has besides.
         """
         console = Console(highlight=False)
@@ -202,7 +202,7 @@ class Report:
         heading(console, title, measured_in, threads=where.type == "cpu")
         print_rows(console, rows, columns, section)
         console.print(legend, style="dim")
-        fields = [dataclasses.asdict(row) for row in rows] if records is None else records
+        fields = [vars(row) for row in rows] if records is None else records
         save_rows(self.csv, fields, {**extra, **measured_in})
         if self.plot is not None:
             words = f"{title}\n{measured_in['device']}, {measured_in['date']}"

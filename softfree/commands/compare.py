@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from softfree.analysis import count_macs, count_parameters
 from softfree.analysis.measure import Work, measure, relate
 from softfree.analysis.plots import LABELS, draw_bars
-from softfree.analysis.speed import training_step
+from softfree.analysis.speed import new_row, training_step
 from softfree.commands import train
 from softfree.commands.common import (
     NOTHING,
@@ -85,25 +86,9 @@ class CompareSettings:
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
-@dataclasses.dataclass
-class Comparison:
-    """One attention's figures; None where not measured, and ``note`` says why."""
-
-    attention: str
-    task: str
-    test_accuracy: float | None = None
-    paper_accuracy: float | None = None
-    steps: int | None = None
-    best_step: int | None = None
-    parameters: int | None = None
-    macs: int | None = None
-    train_samples_per_s: float | None = None
-    train_ratio_to_softmax: float | None = None
-    train_peak_mib: float | None = None
-    infer_samples_per_s: float | None = None
-    infer_ratio_to_softmax: float | None = None
-    infer_peak_mib: float | None = None
-    note: str = ""
+# Of training and inference; in the table all but the memory of inference.
+KINDS = ("train", "infer")
+FIGURES = ("samples_per_s", "ratio_to_softmax", "peak_mib")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         description=f"{__doc__}\n--task sets the defaults below to the papers' for it; flags win.",
     )
     check(settings)
-    rows: list[Comparison] = []
+    rows = []
     device = choose_device(settings.run.device)
     data: LongRangeData | None = None
     for name in dict.fromkeys(settings.attentions):
@@ -130,8 +115,18 @@ def main(argv: Sequence[str]) -> int:
             if outcome.stopped:
                 return train.report(outcome, given.run.output)
             print(outcome.note, flush=True)
-        row = Comparison(name, settings.data.task)
-        row.paper_accuracy = PAPER.get(name, {}).get(settings.data.task)
+        row = new_row(
+            KINDS,
+            FIGURES,
+            attention=name,
+            task=settings.data.task,
+            test_accuracy=None,
+            paper_accuracy=PAPER.get(name, {}).get(settings.data.task),
+            steps=None,
+            best_step=None,
+            parameters=None,
+            macs=None,
+        )
         if is_trained(given):
             result = json.loads((given.run.output / TEST_RESULT).read_text())
             row.test_accuracy, row.best_step = result["accuracy"], result["step"]
@@ -142,8 +137,7 @@ def main(argv: Sequence[str]) -> int:
             say(f"{row.attention}: measuring")
             measure_encoder(row, settings_for(settings, row.attention), device, settings.seconds)
     softmax = next((row for row in rows if row.attention == "softmax"), None)
-    kinds = ("train", "infer")
-    relate(rows, softmax, {f"{k}_samples_per_s": f"{k}_ratio_to_softmax" for k in kinds})
+    relate(rows, softmax, {f"{k}_samples_per_s": f"{k}_ratio_to_softmax" for k in KINDS})
     write(rows, settings)
     return 0
 
@@ -207,7 +201,7 @@ class _OneSample(nn.Module):
 
 
 def measure_encoder(
-    row: Comparison, settings: LongRangeSettings, device: torch.device, seconds: float
+    row: SimpleNamespace, settings: LongRangeSettings, device: torch.device, seconds: float
 ) -> None:
     """Fill in size, work, speed and memory at the task's full length; weights do not matter to them."""
     task = TASKS[settings.data.task]
@@ -219,7 +213,7 @@ def measure_encoder(
     model.to(device)
     batch = settings.optim.batch_size
     tokens = torch.randint(1, task.vocab_size, (batch, *shape), device=device)
-    for kind in ("train", "infer"):
+    for kind in KINDS:
         prepare = partial(prepare_step, model.train(kind == "train"), tokens, settings.optim)
         found = measure(prepare, device, seconds=seconds)
         setattr(row, f"{kind}_samples_per_s", found.per_second(batch))
@@ -265,7 +259,7 @@ def percentage(accuracy: float | None) -> str:
     return NOTHING if accuracy is None else f"{accuracy:.2f}"
 
 
-def write(rows: Sequence[Comparison], settings: CompareSettings) -> None:
+def write(rows: Sequence[SimpleNamespace], settings: CompareSettings) -> None:
     """The table, and what else was asked for."""
     task, optim = TASKS[settings.data.task], settings.optim
     extra = {

@@ -5,14 +5,13 @@ The file needs no softfree. One file serves any batch, and any height and width 
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 from rich.console import Console
-from torch import nn
 
-from softfree.analysis.subject import load_subject
+from softfree.analysis.subject import Subject, load_subject
 from softfree.commands.common import check_img_size, check_output, command, progress
 from softfree.models.export import (
     SMALLEST_FREE,
@@ -22,14 +21,6 @@ from softfree.models.export import (
     export_onnx,
     export_pt2,
 )
-
-
-class Exported(NamedTuple):
-    """The part of a model that a file holds, and what its results are called."""
-
-    model: nn.Module
-    output_names: list[str]
-    metadata: dict[str, Any]
 
 
 def export(
@@ -68,25 +59,21 @@ def export(
         kwargs: dict[str, Any] = {"features_only": True} if features else {}
         subject = load_subject(checkpoint, model, **kwargs)
         side = img_size or subject.metadata["img_size"]
-        part = exported_part(subject.model, subject.metadata, features)
+        names, metadata = exported_part(subject, features)
         report(f"exporting {subject.title} and checking it: minutes for the larger ones")
         try:
             if format == "onnx":
                 error = export_onnx(
-                    part.model,
-                    output,
-                    img_size=side,
-                    metadata=part.metadata,
-                    output_names=part.output_names,
+                    subject.model, output, img_size=side, metadata=metadata, output_names=names
                 )
             else:
-                error = export_pt2(part.model, output, img_size=side, metadata=part.metadata)
+                error = export_pt2(subject.model, output, img_size=side, metadata=metadata)
         except ExportError as problem:
             print(f"softfree: {problem}", file=sys.stderr)
             return 1
     checked = ", ".join(f"{b} x {h} x {w}" for b, h, w in check_shapes(side))
     console.print(
-        f"{output}: {output.stat().st_size / 2**20:.1f} MiB, image to {', '.join(part.output_names)}\n"
+        f"{output}: {output.stat().st_size / 2**20:.1f} MiB, image to {', '.join(names)}\n"
         f"differs from PyTorch by at most {error:.1e} (allowed: {TOLERANCE:.0e}), checked with "
         f"batch x height x width {checked}",
         soft_wrap=True,
@@ -102,18 +89,19 @@ def export(
 main = command(export, __doc__)
 
 
-def exported_part(model: nn.Module, metadata: dict[str, Any], features: bool) -> Exported:
-    """What of a model an exported file can hold."""
-    task = metadata["task"]
+def exported_part(subject: Subject, features: bool) -> tuple[list[str], dict[str, Any]]:
+    """Names of what an exported file gives, and its metadata."""
+    model: Any = subject.model
+    task = subject.metadata["task"]
     if features:
-        names = [f"map_{i}" for i, _ in enumerate(model.feature_info.reduction(), 1)]  # type: ignore[union-attr, operator]
-        return Exported(model, names, {**metadata, "task": "features"})
-    if task == "detection":
+        names = [f"map_{i}" for i, _ in enumerate(model.feature_info.reduction(), 1)]
+    elif task == "detection":
         with torch.no_grad():
             names = [f"map_{name}" for name in model(torch.zeros(1, 3, 64, 64))]
-        return Exported(model, names, {**metadata, "task": "features"})
-    if task in ("classification", "segmentation"):
-        return Exported(model, ["logits"], metadata)
-    raise ValueError(
-        f"--checkpoint is of the task {task!r}; models of images alone can be exported"
-    )
+    elif task in ("classification", "segmentation"):
+        return ["logits"], subject.metadata
+    else:
+        raise ValueError(
+            f"--checkpoint is of the task {task!r}; models of images alone can be exported"
+        )
+    return names, {**subject.metadata, "task": "features"}

@@ -132,18 +132,19 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
         if "m" not in row:
             table.add_row(place, row["kind"], *[NOTHING] * (len(titles) - 2))
             continue
-        style = "yellow" if row["warnings"] else ""
+        needed = f"> {MOST_STEPS}" if row["steps_needed"] is None else str(row["steps_needed"])
+        solve = row["inverse"] == "solve"
         table.add_row(
             place,
             row["kind"],
             str(row["m"]),
             "inf" if row["condition"] is None else f"{row['condition']:.1e}",
             f"{row['residual']:.1e}",
-            *_steps(row),
+            *(("solve", NOTHING) if solve else (str(row["steps"]), needed)),
             f"{row['nystrom_error']:.2f}",
             f"{row['spectral_norm']:.3g}",
             f"{row['kept_eigenvalues']}/{row['m']}",
-            style=style,
+            style="yellow" if row["warnings"] else "",
         )
     console.print(table)
     warned = [(row["layer"], text) for row in rows for text in row.get("warnings", [])]
@@ -164,11 +165,3 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
         "that T steps invert by more than half; the others are cut off, which bounds Y'.",
         style="dim",
     )
-
-
-def _steps(row: dict[str, Any]) -> tuple[str, str]:
-    """Newton steps of a layer, and how many it would need."""
-    if row["inverse"] == "solve":
-        return "solve", NOTHING
-    needed = row["steps_needed"]
-    return str(row["steps"]), f"> {MOST_STEPS}" if needed is None else str(needed)

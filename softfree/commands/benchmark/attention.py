@@ -1,6 +1,5 @@
 """`softfree benchmark attention` and `memory`: one attention beside the others."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from softfree.analysis import copy_bandwidth
@@ -204,7 +203,7 @@ def memory(
         "MiB: the most that forward and backward held at once beyond weights and input;\n"
         "a dash where memory ran out. The CSV has the forward pass alone, too.",
         lambda title: draw_memory(rows, title),
-        records=[dataclasses.asdict(row) for row in rows],
+        records=[vars(row) for row in rows],
     )
     return 0
 

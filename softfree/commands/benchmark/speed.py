@@ -15,12 +15,11 @@ from softfree.analysis.speed import (
     OPTIMIZERS,
     PARTS,
     DetectorConditions,
-    DetectorSpeed,
     ModelConditions,
-    Throughput,
     draw_speeds,
     measure_model,
     measure_with_detector,
+    new_row,
     relate_to_first,
 )
 from softfree.commands.common import (
@@ -114,7 +113,7 @@ def throughput(
         for name in attentions:
             arguments = {"img_size": conditions.img_size, **kwargs, "attention": name}
             timm.create_model(model, **arguments)
-    rows: list[Throughput] = []
+    rows = []
     with progress() as say:
         for name in dict.fromkeys(attentions):
             row = measure_model(
@@ -126,7 +125,8 @@ def throughput(
                 **kwargs,
                 attention=name,
             )
-            rows.append(dataclasses.replace(row, model=name))
+            row.model = name
+            rows.append(row)
     title, extra = f"Attentions in {model}", {"model_kwargs": " ".join(model_kwargs)}
     publish_models(report, title, "attention", rows, conditions, KINDS, {"model": model}, extra)
     return 0
@@ -136,7 +136,7 @@ def publish_models(
     report: Report,
     title: str,
     first: str,
-    rows: Sequence[Throughput],
+    rows: Sequence[Any],
     conditions: ModelConditions,
     kinds: Mapping[str, str],
     before: Mapping[str, str] = {},
@@ -169,7 +169,7 @@ def publish_models(
         lambda title: draw_speeds(
             rows, [LABELS.get(row.model, row.model) for row in rows], kinds, title
         ),
-        records=[{first: row.model, **dataclasses.asdict(row), **before} for row in rows],
+        records=[{first: row.model, **vars(row), **before} for row in rows],
         extra={**after, **dataclasses.asdict(conditions)},
     )
 
@@ -223,17 +223,20 @@ def detector(
     )
     if where.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as in training
-    rows: list[DetectorSpeed] = []
+    rows = []
     with progress() as say:
         for name in dict.fromkeys(names):
             takes_landmarks = "landmarks" in backbone_arguments(name)
             for choice in dict.fromkeys(landmarks) if takes_landmarks else ("",):
-                rows.append(DetectorSpeed(name, choice))
+                counts: Any = {"backbone_parameters": 0, "detector_parameters": 0}
+                row = new_row(PARTS, backbone=name, landmarks=choice, **counts)
+                rows.append(row)
                 arguments: dict[str, Any] = {"landmarks": choice} if takes_landmarks else {}
                 measure_with_detector(
-                    rows[-1], kwargs | arguments, conditions, where, seconds=seconds, report=say
+                    row, kwargs | arguments, conditions, where, seconds=seconds, report=say
                 )
     relate_to_first(rows, PARTS)
+    labels = [f"{row.backbone} {row.landmarks}".strip() for row in rows]
     title = f"Backbones in training: batch {batch_size}, {' x '.join(map(str, img_size))}"
     title += f", {precision(amp)}, eager" + (", channels last" if channels_last else "")
     title += ", alone in a CUDA graph" if cuda_graph else ""
@@ -241,15 +244,15 @@ def detector(
         title,
         rows,
         {
-            "backbone": lambda row: row.name,
+            "backbone": lambda row: labels[rows.index(row)],
             "params\nM": lambda row: f"{row.detector_parameters / 1e6:.1f}",
             **speed_columns(PARTS),
         },
         "params: of the whole detector.\n"
         "alone: the backbone's forward and backward through its four maps.\n"
         f"step: {detector}'s forward, losses of {OBJECTS} objects per picture, backward and AdamW's step.\n"
-        f"ratio: images per second over those of {rows[0].name}.\n{GIB}",
-        lambda title: draw_speeds(rows, [row.name for row in rows], PARTS, title),
+        f"ratio: images per second over those of {labels[0]}.\n{GIB}",
+        lambda title: draw_speeds(rows, labels, PARTS, title),
         extra=dataclasses.asdict(conditions),
     )
     return 0
