@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
@@ -22,6 +21,7 @@ from softfree.data.coco import (
     shape_annotations,
 )
 from softfree.data.images import (
+    ImageDataset,
     Unreadable,
     UnreadableImageError,
     both_splits,
@@ -99,8 +99,8 @@ class DetectionBatch(NamedTuple):
         ]
 
 
-class CocoDetection(Dataset):
-    """Images of a COCO file. An item is (image, target), see :func:`__getitem__`.
+class CocoDetection(ImageDataset):
+    """Images of a COCO file. An item is (image, target), see :func:`prepare`.
 
     Categories are labelled 1, 2, ... in the order of their ids, which may have gaps; 0 is the background.
 
@@ -119,8 +119,9 @@ class CocoDetection(Dataset):
         masks: bool = False,
         transform: Callable[..., tuple[Tensor, Target]] | None = None,
     ):
+        super().__init__()
         self.annotations = annotations
-        self.read = read
+        self.open = read
         self.masks = masks
         self.transform = transform
         self.images = sorted(annotations["images"], key=lambda image: image["id"])
@@ -141,19 +142,22 @@ class CocoDetection(Dataset):
         """Width by height of a picture, from the annotations."""
         return self.images[index]["width"] / self.images[index]["height"]
 
-    def __getitem__(self, index: int) -> Sample:
-        """(image (3, H, W) uint8, dict): boxes (n, 4) as x1, y1, x2, y2; labels (n,); masks (n, H, W); image_id."""
+    def name(self, index: int) -> str:
+        return self.images[index]["file_name"]
+
+    def read(self, index: int) -> tuple[Image.Image, dict[str, Any]]:
+        """The picture, and its entry in ``annotations["images"]``."""
         entry = self.images[index]
-        try:
-            picture = self.read(entry)
-        except UnreadableImageError as error:
-            return Unreadable(entry["file_name"], str(error))
-        height, width = entry["height"], entry["width"]
-        if picture.size != (width, height):
-            return Unreadable(
-                entry["file_name"],
-                f"{picture.size[0]} x {picture.size[1]} pixels, but {width} x {height} in the annotations",
-            )
+        picture = self.open(entry)
+        width, height = picture.size
+        if (width, height) != (entry["width"], entry["height"]):
+            expected = f"{entry['width']} x {entry['height']} in the annotations"
+            raise UnreadableImageError(f"{width} x {height} pixels, but {expected}")
+        return picture, entry
+
+    def prepare(self, picture: Image.Image, entry: dict[str, Any]) -> tuple[Tensor, Target]:
+        """(image (3, H, W) uint8, dict): boxes (n, 4) as x1, y1, x2, y2; labels (n,); masks (n, H, W); image_id."""
+        width, height = picture.size
         objects = self._objects[entry["id"]]
         boxes = torch.tensor([a["bbox"] for a in objects], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
@@ -185,26 +189,9 @@ class DetectionData:
         return self.train.class_names
 
 
-def load_detection(
-    data_dir: str | None,
-    *,
-    masks: bool = False,
-    skip_bad: bool = False,
-    shapes: tuple[int, int] = SHAPES,
-    side: int = SIDE,
-) -> DetectionData:
-    """Training and validation pictures, checked.
-
-    Args:
-        data_dir: a folder with annotations/instances_train2017.json and instances_val2017.json (or
-            instances_train.json, ...) and the pictures in train2017/ and val2017/ (or train/, images/,
-            JPEGImages/, ...); None: the embedded shapes.
-        masks: read masks, too.
-        skip_bad: leave out annotations that can't be used, instead of an error.
-        shapes, side: how many embedded pictures for training and validation, and their size.
-    """
-    options: dict[str, Any] = dict(masks=masks, skip_bad=skip_bad, shapes=shapes, side=side)
-    train, val = both_splits(functools.partial(load_split, data_dir, **options))
+def load_detection(data_dir: str | None, **options: Any) -> DetectionData:
+    """Training and validation pictures, checked; ``options`` are keywords of :func:`load_split`."""
+    train, val = both_splits(lambda split: load_split(data_dir, split, **options))
     in_train, in_val = (
         [f"{number} {name!r}" for number, name in zip(x.category_ids, x.class_names, strict=True)]
         for x in (train, val)
@@ -228,7 +215,16 @@ def load_split(
     shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> CocoDetection:
-    """One split, "train" or "val", checked: annotations, and that every file is there; see load_detection."""
+    """The pictures of a split, "train" or "val", checked: annotations, and that every file is there.
+
+    Args:
+        data_dir: a folder with annotations/instances_train2017.json and instances_val2017.json (or
+            instances_train.json, ...) and the pictures in train2017/ and val2017/ (or train/, images/,
+            JPEGImages/, ...); None: the embedded shapes.
+        masks: read masks, too.
+        skip_bad: leave out annotations that can't be used, instead of an error.
+        shapes, side: how many embedded pictures for training and validation, and their size.
+    """
     if data_dir is None:
         annotations = shape_annotations(shapes[SPLITS.index(split)], split=split, side=side)
         read = functools.partial(_draw_shapes, split, side)

@@ -71,28 +71,32 @@ class ImageDataset(Dataset):
     """
 
     def __init__(self, strict: bool = False):
-        self.transform: Callable[[Image.Image], Any] | None = None
+        self.transform: Callable[..., Any] | None = None
         self.strict = strict
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, index: int) -> tuple[Image.Image, int]:
+    def read(self, index: int) -> tuple[Image.Image, Any]:
         """The RGB picture and its label; raises :class:`UnreadableImageError`."""
 
     @abstractmethod
     def name(self, index: int) -> str:
         """The file behind an item, for messages."""
 
-    def __getitem__(self, index: int) -> tuple[Any, int] | Unreadable:
+    def prepare(self, picture: Image.Image, label: Any) -> tuple[Any, Any]:
+        """An item of what was read."""
+        return (picture if self.transform is None else self.transform(picture)), label
+
+    def __getitem__(self, index: int) -> Any:
         try:
             picture, label = self.read(index)
         except UnreadableImageError as error:
             if self.strict:
                 raise ValueError(f"{self.name(index)} can't be read: {error}") from error
             return Unreadable(self.name(index), str(error))
-        return (picture if self.transform is None else self.transform(picture)), label
+        return self.prepare(picture, label)
 
 
 class ImageFiles(ImageDataset):

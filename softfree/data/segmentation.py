@@ -4,7 +4,6 @@ A class map gives every pixel its class, 0 .. n - 1, or the ignore label, which 
 nor in the metric.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.datasets import Cityscapes
 from torchvision.transforms import v2
@@ -23,6 +21,7 @@ from softfree.data.images import (
     EXTENSIONS,
     TRAIN_NAMES,
     VAL_NAMES,
+    ImageDataset,
     Unreadable,
     UnreadableImageError,
     both_splits,
@@ -63,7 +62,7 @@ class SegmentationBatch(NamedTuple):
 
 
 @dataclass
-class SegmentationDataset(Dataset):
+class SegmentationDataset(ImageDataset):
     """Pictures and class maps in files. An item is (image (3, H, W) uint8, class map (H, W) int64).
 
     Args:
@@ -78,6 +77,7 @@ class SegmentationDataset(Dataset):
     classes: np.ndarray = field(default_factory=lambda: np.arange(256, dtype=np.uint8))
     ignored: tuple[int, ...] = (IGNORE,)
     transform: Callable[..., tuple[Tensor, Tensor]] | None = None
+    strict = False
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -85,19 +85,16 @@ class SegmentationDataset(Dataset):
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Picture and class map (H, W) uint8."""
         image, class_map = self.pairs[index]
-        return open_image(image), self.classes[read_class_ids(class_map)]
+        picture, classes = open_image(image), self.classes[read_class_ids(class_map)]
+        if picture.size != classes.shape[::-1]:
+            raise UnreadableImageError(_sizes(picture.size, classes.shape[::-1]))
+        return picture, classes
 
     def name(self, index: int) -> str:
         """The picture's file, for messages."""
         return self.pairs[index][0]
 
-    def __getitem__(self, index: int) -> Sample:
-        try:
-            picture, classes = self.read(index)
-        except UnreadableImageError as error:
-            return Unreadable(self.name(index), str(error))
-        if picture.size != classes.shape[::-1]:
-            return Unreadable(self.name(index), _sizes(picture.size, classes.shape[::-1]))
+    def prepare(self, picture: Image.Image, classes: np.ndarray) -> tuple[Tensor, Tensor]:
         image = tv_tensors.Image(v2.functional.pil_to_tensor(picture))
         class_map = tv_tensors.Mask(torch.from_numpy(classes).long())
         return (image, class_map) if self.transform is None else self.transform(image, class_map)
@@ -131,24 +128,9 @@ class SegmentationData:
 Split = tuple[SegmentationDataset, tuple[str, ...]]
 
 
-def load_segmentation(
-    data_dir: str | None,
-    *,
-    ignore_label: int = IGNORE,
-    check: bool = True,
-    shapes: tuple[int, int] = SHAPES,
-    side: int = SIDE,
-) -> SegmentationData:
-    """Training and validation pictures with their class maps.
-
-    Args:
-        data_dir: a folder in one of the layouts of ``LAYOUTS``; None: the embedded shapes.
-        ignore_label: value in the class maps of plain folders that stands for no class.
-        check: look at every file first: sizes, and class ids beyond the classes.
-        shapes, side: how many embedded pictures for training and validation, and their size.
-    """
-    options: dict[str, Any] = dict(ignore_label=ignore_label, check=check, shapes=shapes, side=side)
-    (train, names), (val, _) = both_splits(functools.partial(load_split, data_dir, **options))
+def load_segmentation(data_dir: str | None, **options: Any) -> SegmentationData:
+    """Training and validation pictures with their class maps; ``options`` are keywords of :func:`load_split`."""
+    (train, names), (val, _) = both_splits(lambda split: load_split(data_dir, split, **options))
     return SegmentationData(train, val, names)
 
 
@@ -161,7 +143,14 @@ def load_split(
     shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> Split:
-    """One split, "train" or "val", and the names of the classes; see :func:`load_segmentation`."""
+    """The pictures of a split, "train" or "val", with their class maps, and the names of the classes.
+
+    Args:
+        data_dir: a folder in one of the layouts of ``LAYOUTS``; None: the embedded shapes.
+        ignore_label: value in the class maps of plain folders that stands for no class.
+        check: look at every file first: sizes, and class ids beyond the classes.
+        shapes, side: how many embedded pictures for training and validation, and their size.
+    """
     if data_dir is None:
         count = shapes[tuple(SPLITS).index(split)]
         return ShapeSegmentation(count, split, side), ("ground", *CLASSES)

@@ -245,17 +245,9 @@ class _Training:
         self.last, self.best = run.output / "last", run.output / "best"
         resume_from = self._find_resume()
 
-        self.sampler = StepSampler(
-            len(task.train_data),
-            optim.batch_size,
-            optim.grad_accum_steps,
-            processes.rank,
-            processes.count,
-            run.seed,
-            start=0,
-            stop=0,
-            permute=task.order,
-        )
+        sizes = len(task.train_data), optim.batch_size, optim.grad_accum_steps
+        place = processes.rank, processes.count
+        self.sampler = StepSampler(*sizes, *place, run.seed, permute=task.order)
         self.steps_per_epoch = self.sampler.steps_per_epoch
         self.schedule = Schedule.of(optim, self.steps_per_epoch)
         if optim.amp_dtype == "float16" and run.fsdp:
@@ -269,14 +261,8 @@ class _Training:
                 self.plain, optim.model_ema_decay, use_warmup=True, exclude_buffers=True
             )
         self.model = self._spread_model()
-        self.optimizer = GuardedOptimizer(
-            self.plain,
-            task.parameter_groups(self.plain, optim),
-            optim.betas,
-            optim.clip_grad,
-            torch.amp.GradScaler(self.device.type, enabled=optim.amp_dtype == "float16"),
-            processes,
-        )
+        groups = task.parameter_groups(self.plain, optim)
+        self.optimizer = GuardedOptimizer(self.plain, groups, optim, processes)
         # Of a pass in its step: where the backward pass begins, instead of 1.
         self.share = torch.tensor(1 / optim.grad_accum_steps, device=self.device)
         self.position = Position()
@@ -287,6 +273,7 @@ class _Training:
         distributed.note_begun(processes)
         self.log = RunLog(run.output, self.position.step, self.schedule.total, processes.main)
         self.unreadable: dict[str, str] = {}
+        self.reading = self._note_unreadable, run.workers, run.channels_last
 
     # Setting up
 
@@ -357,12 +344,8 @@ class _Training:
         weights = checkpoint.read_weights(path)
         state = checkpoint.read_state(path)
         checkpoint.check_same_run(path, self.settings_json)
-        checkpoint.check_fits(
-            path,
-            weights,
-            distributed.get_weights(self.plain),
-            self.task.metadata().get("model", "this"),
-        )
+        model = self.task.metadata().get("model", "this")
+        checkpoint.check_fits(path, weights, distributed.get_weights(self.plain), model)
         for name, value in self._data_facts().items():
             if metadata["run"].get(name) != value:
                 raise ValueError(
@@ -457,15 +440,8 @@ class _Training:
         if isinstance(data, Indices):
             # Nothing to read: processes and queues would cost more than the indices.
             return self.sampler.on_device(self.device, self.task.plan_epoch)
-        return read_batches(
-            Augmented(data, self.run.seed),
-            self.sampler,
-            self.task.collate,
-            self.device,
-            self._note_unreadable,
-            self.run.workers,
-            self.run.channels_last,
-        )
+        data = Augmented(data, self.run.seed)
+        return read_batches(data, self.sampler, self.task.collate, self.device, *self.reading)
 
     def _note_unreadable(self, file: Unreadable) -> None:
         if file.path not in self.unreadable:
@@ -518,15 +494,8 @@ class _Training:
         if self.whole_model is not None:
             distributed.set_weights(self.whole_model, distributed.get_weights(model))
             model = self.whole_model
-        batches = evaluation_batches(
-            self.task.eval_data,
-            self.task.collate_eval,
-            self.optim.batch_size,
-            self.processes,
-            self._note_unreadable,
-            self.run.workers,
-            self.run.channels_last,
-        )
+        data, collate, size = self.task.eval_data, self.task.collate_eval, self.optim.batch_size
+        batches = evaluation_batches(data, collate, size, self.processes, *self.reading)
         model.eval()
         with torch.no_grad(), self._autocast():
             scores = self.task.evaluate(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from softfree.training.distributed import Processes, gather, total, whole
+from softfree.training.settings import OptimSettings
 
 
 class NonFiniteError(RuntimeError):
@@ -26,23 +27,16 @@ class GuardedOptimizer:
     Args:
         model: the plain model (sharded or not), whose trainable parameters the groups hold.
         groups: parameter groups, each with an optional "lr_scale".
-        clip: largest norm of the gradient; 0: no limit.
-        scaler: for float16; others leave it disabled.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        groups: list[dict],
-        betas: tuple[float, float],
-        clip: float,
-        scaler: torch.amp.GradScaler,
-        processes: Processes,
+        self, model: nn.Module, groups: list[dict], optim: OptimSettings, processes: Processes
     ):
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, fused=True)
         self.parameters = [p for group in groups for p in group["params"]]
-        self.clip = clip
-        self.scaler = scaler
+        self.clip = optim.clip_grad
+        half = optim.amp_dtype == "float16"
+        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=half)
         self.processes = processes
         # Of every step since the last reading: names and numbers, the norm at the end.
         self.unread: list[list[tuple[str, Tensor]]] = []

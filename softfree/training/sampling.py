@@ -59,8 +59,8 @@ class StepSampler(Sampler[list[Key]]):
     rank: int
     processes: int
     seed: int
-    start: int
-    stop: int
+    start: int = 0
+    stop: int = 0
     permute: Callable[[int, int, torch.Generator], Tensor] = shuffle
 
     def __post_init__(self) -> None:

@@ -36,16 +36,9 @@ class Schedule:
                 f"the run of {total} (`epochs`, `steps`); `warmup_epochs` 0 means none"
             )
         unit = 1 if optim.steps else steps_per_epoch
-        return cls(
-            optim.sched,
-            total,
-            warmup,
-            optim.lr,
-            optim.min_lr,
-            optim.warmup_lr,
-            tuple(milestone * unit for milestone in optim.decay_milestones),
-            optim.decay_rate,
-        )
+        milestones = tuple(milestone * unit for milestone in optim.decay_milestones)
+        rates = optim.lr, optim.min_lr, optim.warmup_lr
+        return cls(optim.sched, total, warmup, *rates, milestones, optim.decay_rate)
 
     def __call__(self, step: int) -> float:
         """Learning rate of step ``step``, counted from 0."""

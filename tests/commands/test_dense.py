@@ -30,8 +30,7 @@ FAST = [
 @pytest.fixture(autouse=True)
 def _few_shapes(monkeypatch):
     detection, segmentation = softfree.data.detection, softfree.data.segmentation
-    loaders = (detection.load_detection, segmentation.load_segmentation)
-    for load in (*loaders, detection.load_split, segmentation.load_split):
+    for load in (detection.load_split, segmentation.load_split):
         monkeypatch.setitem(load.__kwdefaults__, "shapes", (4, 2))
 
 

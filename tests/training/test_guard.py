@@ -9,14 +9,14 @@ from torch import nn
 
 from softfree.training.distributed import Processes
 from softfree.training.guard import GuardedOptimizer, find_nonfinite
+from softfree.training.settings import OptimSettings
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 def guarded(model, clip):
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     groups = [{"params": list(model.parameters())}]
-    return GuardedOptimizer(model, groups, (0.9, 0.999), clip, scaler, ALONE)
+    return GuardedOptimizer(model, groups, OptimSettings(clip_grad=clip), ALONE)
 
 
 def give_gradients(model, length):
