@@ -12,15 +12,10 @@ from softfree.analysis.plots import new_figure
 
 
 def residual_curves(model: nn.Module, images: Iterable[Tensor], steps: int) -> dict[int, Tensor]:
-    """Residuals ``||A Y_k A - A||_2 / ||A||_2`` of every softmax-free layer, by stage.
+    """Residuals ``||A Y_k A - A||_2 / ||A||_2`` of every softmax-free layer on images (3, H, W), normalised.
 
-    Args:
-        model: any model with softmax-free layers.
-        images: normalised, (3, H, W) each.
-        steps: Newton steps to follow, whatever number the layers take.
-
-    Returns:
-        stage to (curves, steps + 1): one curve for each image, block and head; entry k is after k steps.
+    Returns, by stage, (curves, steps + 1): one curve for each image, block and head; entry k is after k steps,
+    whatever number the layers take.
     """
     curves: dict[int, list[Tensor]] = {}
     for image in images:

@@ -20,13 +20,6 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def device_name(device: torch.device | str = "cpu") -> str:
-    """The model of the GPU or of the processor."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpu_name()
-
-
 def describe_environment(device: torch.device | str = "cpu") -> dict[str, object]:
     """Date, device, CPU threads and versions; ``""`` for a package that is not installed.
 
@@ -34,9 +27,10 @@ def describe_environment(device: torch.device | str = "cpu") -> dict[str, object
         >>> list(describe_environment("cpu"))
         ['date', 'device', 'threads', 'python', 'torch', 'triton', 'timm', 'softfree']
     """
+    on_gpu = torch.device(device).type == "cuda"
     return {
         "date": datetime.date.today().isoformat(),
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

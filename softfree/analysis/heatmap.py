@@ -75,7 +75,9 @@ def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> An
         box = (left / width, bottom / height, CELL / width, CELL / height)
         cell = figure.add_axes(box, xticks=[], yticks=[])
         cell.imshow(picture.resize((DISPLAY, DISPLAY)))
-        mark(cell, (of.place[0] * DISPLAY, of.place[1] * DISPLAY), markersize)
+        # A red cross with a white edge shows on any picture.
+        point = [part * DISPLAY for part in of.place]
+        cell.plot(*point, "P", color="red", markeredgecolor="white", markersize=markersize)
         return cell
 
     show(groups[0].square, groups[0], MARGIN, 0, 13).set_title(
@@ -96,7 +98,15 @@ def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> An
                 cell.set_title(column_title, fontsize=8 if across else 9)
             if column == 0:
                 cell.set_ylabel(row_title, fontsize=9 if across else 8)
-    add_bar(figure, width, height)
+    # What the colours mean, at the right edge: as they are over mid-grey.
+    long = min(BAR_LENGTH, height - HEADING - 2 * MARGIN)
+    left, bottom = width - BAR_WIDTH + 0.1, (height - HEADING - long) / 2
+    axes = figure.add_axes((left / width, bottom / height, 0.25 / width, long / height), xticks=[])
+    colours = paint(np.linspace(1, 0, 256)[:, None], Image.new("RGB", (1, 256), "grey"))
+    axes.imshow(colours, aspect="auto", extent=(0, 1, 0, 1))
+    axes.yaxis.tick_right()
+    axes.yaxis.set_label_position("right")
+    axes.set_ylabel("attention, each map scaled to 0-1")
     return figure
 
 
@@ -106,20 +116,3 @@ def paint(heat: np.ndarray, grey: Image.Image) -> Image.Image:
 
     colours = Image.fromarray(colormaps[COLOURS](heat, bytes=True)[..., :3])
     return Image.blend(grey, colours.resize(grey.size, Image.Resampling.NEAREST), OPACITY)
-
-
-def add_bar(figure: Any, width: float, height: float) -> None:
-    """What the colours mean, at the right edge: as they are over mid-grey."""
-    long = min(BAR_LENGTH, height - HEADING - 2 * MARGIN)
-    left, bottom = width - BAR_WIDTH + 0.1, (height - HEADING - long) / 2
-    axes = figure.add_axes((left / width, bottom / height, 0.25 / width, long / height), xticks=[])
-    colours = paint(np.linspace(1, 0, 256)[:, None], Image.new("RGB", (1, 256), "grey"))
-    axes.imshow(colours, aspect="auto", extent=(0, 1, 0, 1))
-    axes.yaxis.tick_right()
-    axes.yaxis.set_label_position("right")
-    axes.set_ylabel("attention, each map scaled to 0-1")
-
-
-def mark(axes: Any, point: tuple[float, float], markersize: float) -> None:
-    """A red cross with a white edge, which shows on any picture."""
-    axes.plot(*point, "P", color="red", markeredgecolor="white", markersize=markersize)

@@ -76,9 +76,7 @@ def draw_against_tokens(lines: Sequence[Line], y_label: str, title: str, **setti
 
 
 def draw_bars(
-    names: Sequence[str],
-    panels: Mapping[str, Mapping[str, Sequence[float | None]]],
-    title: str,
+    names: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float | None]]], title: str
 ) -> Any:
     """One panel per figure, with a group of bars for each name; None leaves a gap.
 

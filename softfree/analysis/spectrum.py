@@ -44,42 +44,30 @@ def draw_spectrum(
     figure = new_figure(11, 4.6)
     figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2)
-    _draw_eigenvalues(left, layers)
-    _draw_norms(right, norms)
-    return figure
-
-
-def _draw_eigenvalues(axes: Any, layers: Sequence[SoftLayer]) -> None:
-    """A thin line for each head, a thick one for the mean (geometric) of a stage."""
     for index, stage in enumerate(sorted({layer.stage for layer in layers})):
         members = [layer for layer in layers if layer.stage == stage]
         values = torch.cat([layer.eigenvalues for layer in members]).clamp(min=LEAST).cpu().numpy()
         number = np.arange(1, values.shape[1] + 1)
-        axes.plot(number, values.T, color=f"C{index}", alpha=0.15, linewidth=0.6)
+        left.plot(number, values.T, color=f"C{index}", alpha=0.15, linewidth=0.6)
         mean = np.exp(np.log(values).mean(0))
         kept = torch.cat([layer.kept_eigenvalues() for layer in members]).double().mean().item()
         label = f"stage {stage}: {kept:.0f} of {len(mean)} inverted"
-        axes.plot(number, mean, f"C{index}-", linewidth=2, label=label)
-    axes.set(yscale="log", xlabel="number of the eigenvalue", ylabel="eigenvalue")
-    axes.set_title("(a) Eigenvalues of A: each head, and their mean", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-
-
-def _draw_norms(axes: Any, norms: Mapping[int, Sequence[SpectralNorms]]) -> None:
-    """A cross for each head of each layer, a line through the means."""
+        left.plot(number, mean, f"C{index}-", linewidth=2, label=label)
+    left.set(yscale="log", xlabel="number of the eigenvalue", ylabel="eigenvalue")
+    left.set_title("(a) Eigenvalues of A: each head, and their mean", fontsize=10)
     counts = sorted(norms)
-    for index, (field, label) in enumerate(
-        (
-            ("without", r"without normalisation, $\|A^\dagger\|_2$ (SOFT)"),
-            ("normalized", r"with, $\|D^{-1/2} A^\dagger D^{-1/2}\|_2$ (SOFT++)"),
-        )
-    ):
-        values = [torch.cat([getattr(found, field) for found in norms[m]]).cpu() for m in counts]
-        for m, found in zip(counts, values, strict=True):
-            axes.plot([m] * len(found), found, "+", color=f"C{index}", alpha=0.25)
-        axes.plot(counts, [found.mean() for found in values], f"C{index}-o", label=label)
-    axes.set(yscale="log", xlabel="landmarks m", ylabel="spectral norm")
-    axes.set_title("(b) Spectral norm: + each head, o the mean", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    labels = (
+        r"without normalisation, $\|A^\dagger\|_2$ (SOFT)",
+        r"with, $\|D^{-1/2} A^\dagger D^{-1/2}\|_2$ (SOFT++)",
+    )
+    for index, label in enumerate(labels):
+        spread = [torch.cat([found[index] for found in norms[m]]).cpu() for m in counts]
+        for m, found in zip(counts, spread, strict=True):
+            right.plot([m] * len(found), found, "+", color=f"C{index}", alpha=0.25)
+        right.plot(counts, [found.mean() for found in spread], f"C{index}-o", label=label)
+    right.set(yscale="log", xlabel="landmarks m", ylabel="spectral norm")
+    right.set_title("(b) Spectral norm: + each head, o the mean", fontsize=10)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    return figure

@@ -149,10 +149,8 @@ def measure_with_detector(
         report(f"{row.backbone} {row.landmarks}: {part}")
         torch.manual_seed(0)
         alone = part == "backbone"
-        build_part, prepare = (
-            (build_backbone, backbone_pass) if alone else (build_detector, detector_step)
-        )
-        network = build_part(row.backbone, arguments, conditions)
+        prepare = backbone_pass if alone else detector_step
+        network = build_part(part, row.backbone, arguments, conditions.detector)
         setattr(row, f"{'backbone' if alone else 'detector'}_parameters", count_parameters(network))
         found = measure(
             functools.partial(prepare, network, conditions, device),
@@ -284,31 +282,24 @@ def place_classifier(
     network: nn.Module, conditions: ModelConditions, device: torch.device
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Images, and the model to call on them, on the device in the layout asked for."""
-    place(network, conditions.channels_last, device)
-    images = torch.randn(conditions.images, 3, conditions.img_size, conditions.img_size)
-    images = images.to(device, memory_format=layout(conditions.channels_last))
+    side = conditions.img_size
+    layout = place(network, conditions.channels_last, device)
+    images = torch.randn(conditions.images, 3, side, side).to(device, memory_format=layout)
     return images, torch.compile(network) if conditions.torchcompile else network
 
 
-def build_backbone(name: str, arguments: dict[str, Any], _: DetectorConditions) -> nn.Module:
-    """A backbone's maps at 1/4 to 1/32, as a detector takes them."""
-    return PyramidFeatures(name, **arguments)
-
-
-def build_detector(
-    name: str, arguments: dict[str, Any], conditions: DetectorConditions
-) -> nn.Module:
-    """The detector on this backbone, for pictures that have their size already."""
-    make = DETECTORS[conditions.detector]
-    return make(name, CLASSES, backbone_kwargs=arguments, _skip_resize=True)
+def build_part(part: str, name: str, arguments: dict[str, Any], detector: str) -> nn.Module:
+    """A backbone's maps at 1/4 to 1/32, or the detector on it, for pictures that have their size already."""
+    if part == "backbone":
+        return PyramidFeatures(name, **arguments)
+    return DETECTORS[detector](name, CLASSES, backbone_kwargs=arguments, _skip_resize=True)
 
 
 def backbone_pass(network: nn.Module, conditions: DetectorConditions, device: torch.device) -> Work:
     """Forward and backward through the four maps."""
-    place(network, conditions.channels_last, device).train()
-    size = [side + -side % LARGEST_STRIDE for side in (conditions.height, conditions.width)]
-    images = torch.randn(conditions.batch_size, 3, *size)
-    images = images.to(device, memory_format=layout(conditions.channels_last))
+    sides = [side + -side % LARGEST_STRIDE for side in (conditions.height, conditions.width)]
+    layout = place(network.train(), conditions.channels_last, device)
+    images = torch.randn(conditions.batch_size, 3, *sides).to(device, memory_format=layout)
 
     def step() -> None:
         with autocast(conditions.amp_dtype, device):
@@ -322,7 +313,7 @@ def backbone_pass(network: nn.Module, conditions: DetectorConditions, device: to
 
 def detector_step(network: nn.Module, conditions: DetectorConditions, device: torch.device) -> Work:
     """Forward with made-up objects, losses, backward and AdamW's step."""
-    place(network, conditions.channels_last, device).train()
+    place(network.train(), conditions.channels_last, device)
     shape = (3, conditions.height, conditions.width)
     images = [torch.rand(shape, device=device) for _ in range(conditions.batch_size)]
     masks = conditions.detector == "mask-rcnn"
@@ -348,14 +339,11 @@ def make_target(height: int, width: int, masks: bool, device: torch.device) -> d
     return {key: value.to(device) for key, value in target.items()}
 
 
-def layout(channels_last: bool) -> torch.memory_format:
-    """Of images and maps in memory."""
-    return torch.channels_last if channels_last else torch.contiguous_format
-
-
-def place(network: nn.Module, channels_last: bool, device: torch.device) -> nn.Module:
-    """The network on the device, its weights in the layout asked for."""
-    return network.to(device=device, memory_format=layout(channels_last))  # type: ignore[call-overload]
+def place(network: nn.Module, channels_last: bool, device: torch.device) -> torch.memory_format:
+    """Put a network on the device, its weights in the layout asked for; returns the layout, for images."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    network.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    return layout
 
 
 def count_bytes(network: nn.Module, *others: object) -> int:

@@ -36,10 +36,7 @@ class Subject(NamedTuple):
 
 
 def load_subject(
-    checkpoint: Path | None,
-    model: str | None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
+    checkpoint: Path | None, model: str | None, device: torch.device | str = "cpu", **kwargs: Any
 ) -> Subject:
     """The model of a checkpoint, or a fresh one of that name (None: softpp_tiny) with random weights.
 

@@ -48,11 +48,7 @@ from softfree.training.longrange import (
     load_data,
     model_arguments,
 )
-from softfree.training.settings import (
-    OptimSettings,
-    RunSettings,
-    settings_to_json,
-)
+from softfree.training.settings import OptimSettings, RunSettings, settings_to_json
 
 # Table 12 of the SOFT papers: accuracy on the test samples, in percent.
 PAPER = {
@@ -213,31 +209,27 @@ def measure_encoder(
     model.to(device)
     batch = settings.optim.batch_size
     tokens = torch.randint(1, task.vocab_size, (batch, *shape), device=device)
-    for kind in KINDS:
-        prepare = partial(prepare_step, model.train(kind == "train"), tokens, settings.optim)
-        found = measure(prepare, device, seconds=seconds)
-        setattr(row, f"{kind}_samples_per_s", found.per_second(batch))
-        if found.extra_bytes is not None:
-            setattr(row, f"{kind}_peak_mib", found.extra_bytes / 2**20)
-        else:
-            row.note = "; ".join(filter(None, (row.note, f"{kind}: {found.note}")))
-
-
-def prepare_step(model: nn.Module, tokens: Tensor, optim: OptimSettings) -> Work:
-    """A step of training (forward, cross-entropy, backward, AdamW), or of inference in evaluation mode."""
-    labels = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
+    labels = torch.zeros(batch, dtype=torch.long, device=device)
+    amp_dtype = settings.optim.amp_dtype
 
     def loss() -> Tensor:
         return F.cross_entropy(model(tokens), labels)
 
     @torch.inference_mode()
     def infer() -> None:
-        with autocast(optim.amp_dtype, tokens.device):
+        with autocast(amp_dtype, device):
             loss()
 
-    if not model.training:
-        return Work(infer)
-    return training_step(model, loss, optim.amp_dtype, tokens.device)
+    train = partial(training_step, model, loss, amp_dtype, device)
+    prepare = {"train": train, "infer": partial(Work, infer)}
+    for kind in KINDS:
+        model.train(kind == "train")
+        found = measure(prepare[kind], device, seconds=seconds)
+        setattr(row, f"{kind}_samples_per_s", found.per_second(batch))
+        if found.extra_bytes is not None:
+            setattr(row, f"{kind}_peak_mib", found.extra_bytes / 2**20)
+        else:
+            row.note = "; ".join(filter(None, (row.note, f"{kind}: {found.note}")))
 
 
 COLUMNS: Columns = {

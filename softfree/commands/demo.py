@@ -169,7 +169,7 @@ def print_race(
     if rows[-1][2].extra_bytes is None:
         console.print(
             f"~ not run, since it would take over {SLOWEST:.0f} s: the row above, times the square\n"
-            "of the growth.",
+            "of the growth."
         )
     console.print(
         "Memory: the most a call held beyond its inputs, its result included. Both grow\n"

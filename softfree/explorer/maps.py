@@ -13,12 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from softfree.analysis.capture import (
-    AttentionCapture,
-    AttentionLayer,
-    SoftLayer,
-    capture_attention,
-)
+from softfree.analysis.capture import AttentionCapture, AttentionLayer, SoftLayer, capture_attention
 from softfree.analysis.pictures import seen_box
 from softfree.analysis.subject import Subject
 from softfree.data.images import open_image

@@ -299,12 +299,11 @@ def test_a_backbone_stands_under_a_detector_once_with_each_kind_of_landmarks(tmp
 def test_a_backbone_without_landmarks_is_measured_once(tmp_path, monkeypatch):
     built = []
 
-    def build(name, arguments, conditions):
+    def build(part, name, arguments, detector):
         built.append(arguments)
         return nn.Linear(1, 1)
 
-    for name in ("build_backbone", "build_detector"):
-        monkeypatch.setattr(speed, name, build)
+    monkeypatch.setattr(speed, "build_part", build)
     for name in ("backbone_pass", "detector_step"):
         monkeypatch.setattr(speed, name, lambda *_: Work(lambda: None))
     options = ["--landmarks", "conv:49", "conv", "--device", "cpu", "--seconds", "0.001"]
