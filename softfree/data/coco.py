@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,28 +89,6 @@ def read_annotations(path: Path) -> Annotations:
     return content
 
 
-def bad_annotations(annotations: Annotations, masks: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every annotation that can't be trained on, and why.
-
-    Checked are the image and the category it names, its box (inside the image, with an area) and, with
-    ``masks``, that it has a mask of the image's size.
-    """
-    images = {image["id"]: image for image in annotations["images"]}
-    categories = {category["id"] for category in annotations["categories"]}
-    for annotation in annotations["annotations"]:
-        image = images.get(annotation["image_id"])
-        if image is None:
-            yield annotation, f"there is no image {annotation['image_id']}"
-        elif annotation["category_id"] not in categories:
-            yield annotation, f"there is no category {annotation['category_id']}"
-        else:
-            reason = _bad_box(annotation.get("bbox"), image)
-            if reason is None and masks:
-                reason = _bad_mask(annotation.get("segmentation"), image)
-            if reason is not None:
-                yield annotation, f"{reason} in {image['file_name']}"
-
-
 def check_annotations(
     annotations: Annotations, source: str, *, masks: bool = False, skip_bad: bool = False
 ) -> Annotations:
@@ -128,21 +105,23 @@ def check_annotations(
             raise ValueError(f"{source} has several {section} of the same id")
         if not ids:
             raise ValueError(f"{source} has no {section}")
-    bad = list(bad_annotations(annotations, masks))
+    images = {image["id"]: image for image in annotations["images"]}
+    categories = {category["id"] for category in annotations["categories"]}
+    bad, kept = [], []
+    for annotation in annotations["annotations"]:
+        if fault := _fault(annotation, images, categories, masks):
+            bad.append(f"annotation {annotation.get('id', '?')}: {fault}")
+        else:
+            kept.append(annotation)
     if bad:
-        reasons = [f"annotation {a.get('id', '?')}: {reason}" for a, reason in bad]
-        found = (
-            f"{source}: {len(bad):,} of {len(annotations['annotations']):,} annotations can't be used "
-            f"({some(reasons)})"
-        )
+        count = len(bad) + len(kept)
+        found = f"{source}: {len(bad):,} of {count:,} annotations can't be used ({some(bad)})"
         if not skip_bad:
             raise ValueError(
                 f"{found}; correct them, or leave them out with `skip_bad_annotations`"
             )
         if os.environ.get("RANK", "0") == "0":
             logger.warning("%s; they are left out", found)
-    left_out = {id(annotation) for annotation, _ in bad}
-    kept = [a for a in annotations["annotations"] if id(a) not in left_out]
     if not kept:
         raise ValueError(f"{source} has no annotations that can be used")
     return {**annotations, "annotations": kept}
@@ -229,6 +208,21 @@ def _is_box(box: Any) -> bool:
 
 def _are_numbers(values: list[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)
+
+
+def _fault(
+    annotation: dict[str, Any], images: dict[Any, dict[str, Any]], categories: set[Any], masks: bool
+) -> str | None:
+    """Why an annotation can't be trained on: for its image, its category, its box or its mask."""
+    image = images.get(annotation["image_id"])
+    if image is None:
+        return f"there is no image {annotation['image_id']}"
+    if annotation["category_id"] not in categories:
+        return f"there is no category {annotation['category_id']}"
+    fault = _bad_box(annotation.get("bbox"), image)
+    if fault is None and masks:
+        fault = _bad_mask(annotation.get("segmentation"), image)
+    return fault and f"{fault} in {image['file_name']}"
 
 
 def _bad_box(box: Any, image: dict[str, Any]) -> str | None:

@@ -220,16 +220,16 @@ def _load_text(task: LongRangeTask, root: Path) -> LongRangeData:
 
 
 def _read_imdb(task: LongRangeTask, root: Path, split: str) -> PackedSequences:
-    texts, labels = [], []
+    rows, labels = [], []
     for label, name in enumerate(("neg", "pos")):
         paths = sorted((root / split / name).glob("*.txt"))
         if not paths:
             raise FileNotFoundError(f"`data_dir`: {root / split / name} has no .txt files")
         for path in paths:
             with path.open("rb") as file:
-                texts.append(file.read(task.length))
+                rows.append(encode_text(file.read(task.length), task.length))
                 labels.append(label)
-    return _pack_texts(task, texts, labels)
+    return _pack(task, rows, labels)
 
 
 def _find_json_lines(root: Path, split: str) -> Path | None:
@@ -243,7 +243,7 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
         raise FileNotFoundError(
             f"`data_dir` {root} has no {split}.jsonl; `task` text needs {task.needs}"
         )
-    texts, labels = [], []
+    rows, labels = [], []
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
@@ -256,11 +256,11 @@ def _read_json_lines(task: LongRangeTask, root: Path, split: str) -> PackedSeque
                 f"got {line[:60].decode(errors='replace').strip()}"
             ) from error
         _check_label(label, task, f"{path}, line {number}")
-        texts.append(text[: task.length])
+        rows.append(encode_text(text, task.length))
         labels.append(label)
-    if not texts:
+    if not rows:
         raise ValueError(f"`data_dir`: {path} has no sample for `task` {task.name}")
-    return _pack_texts(task, texts, labels)
+    return _pack(task, rows, labels)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -270,10 +270,6 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield from file
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"`data_dir`: {path} can't be read: {error}") from error
-
-
-def _pack_texts(task: LongRangeTask, texts: list[bytes], labels: list[int]) -> PackedSequences:
-    return _pack(task, [encode_text(text, task.length) for text in texts], labels)
 
 
 def _pack(task: LongRangeTask, rows: Any, labels: Any) -> PackedSequences:

@@ -259,17 +259,16 @@ def collate_segmentation(samples: Iterable[Sample], *, refill: bool = False) -> 
     Args:
         refill: repeat readable items in place of unreadable ones.
     """
-    readable, unreadable = part_readable(samples, refill)
-    if not readable:
-        empty = torch.empty(0, dtype=torch.uint8)
-        return SegmentationBatch(empty.reshape(0, 3, 0, 0), empty.reshape(0, 0, 0), unreadable)
-    images, class_maps = zip(*readable, strict=True)
-    return SegmentationBatch(torch.stack(images), torch.stack(class_maps), unreadable)
+    batch = collate_pictures(samples, refill)
+    if not batch.images:
+        return batch
+    images, class_maps = torch.stack(batch.images), torch.stack(batch.class_maps)
+    return SegmentationBatch(images, class_maps, batch.unreadable)
 
 
-def collate_pictures(samples: Iterable[Sample]) -> SegmentationBatch:
+def collate_pictures(samples: Iterable[Sample], refill: bool = False) -> SegmentationBatch:
     """Items of different sizes as a batch of lists."""
-    readable, unreadable = part_readable(samples)
+    readable, unreadable = part_readable(samples, refill)
     return SegmentationBatch([x for x, _ in readable], [y for _, y in readable], unreadable)
 
 

@@ -203,9 +203,9 @@ class Classification(PictureTask):
         self.mixup = None
         if augment.mixup or augment.cutmix:
             if settings.optim.batch_size % 2:
+                batch_size = settings.optim.batch_size
                 raise ValueError(
-                    "`mixup` and `cutmix` need an even `batch_size`, "
-                    f"got {settings.optim.batch_size}"
+                    f"`mixup` and `cutmix` need an even `batch_size`, got {batch_size}"
                 )
             self.mixup = Mixup(
                 augment.mixup,
@@ -224,22 +224,21 @@ class Classification(PictureTask):
         network = create_network(
             model.model, len(data.class_names), model.img_size, self.model_kwargs, meta=True
         )
-        self.preparation = {
-            **preparation_of(network, model.img_size),
-            "crop_pct": augment.crop_pct,
-        }
+        self.preparation = preparation_of(network, model.img_size) | {"crop_pct": augment.crop_pct}
         self.normalize = Normalize(self.preparation["mean"], self.preparation["std"])
-        self.hflip = augment.hflip if data.mirrors else 0.0
+        self.cropping: dict[str, Any] = dict(
+            scale=augment.scale,
+            ratio=augment.ratio,
+            hflip=augment.hflip if data.mirrors else 0.0,
+            interpolation=augment.train_interpolation,
+        )
         data.train.transform = create_transform(
             model.img_size,
             is_training=True,
-            scale=augment.scale,
-            ratio=augment.ratio,
-            hflip=self.hflip,
             color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
             auto_augment=augment.aa or None,
-            interpolation=augment.train_interpolation,
             normalize=False,
+            **self.cropping,
         )
         data.val.transform = eval_transform(self.preparation)
         self.files = data.train, data.val
@@ -250,12 +249,8 @@ class Classification(PictureTask):
 
     @classmethod
     def build(cls, metadata: dict[str, Any]) -> nn.Module:
-        return create_network(
-            metadata["model"],
-            len(metadata["class_names"]),
-            metadata["img_size"],
-            metadata["model_kwargs"],
-        )
+        name, classes = metadata["model"], len(metadata["class_names"])
+        return create_network(name, classes, metadata["img_size"], metadata["model_kwargs"])
 
     def build_model(self) -> nn.Module:
         given, metadata = self.settings.model, self.metadata()
@@ -292,16 +287,9 @@ class Classification(PictureTask):
     @functools.cached_property
     def crops(self) -> RandomCrops:
         """Random crops of the training pictures on the device."""
-        augment = self.settings.augment
-        return RandomCrops(
-            self.kept[self.files[0]],
-            self.settings.model.img_size,
-            scale=augment.scale,
-            ratio=augment.ratio,
-            hflip=self.hflip,
-            interpolation=augment.train_interpolation,
-            channels_last=self.settings.run.channels_last,
-        )
+        size, channels_last = self.settings.model.img_size, self.settings.run.channels_last
+        pictures = self.kept[self.files[0]]
+        return RandomCrops(pictures, size, channels_last=channels_last, **self.cropping)
 
     def plan_epoch(self, order: Tensor) -> Tensor:
         """The labels of the pictures and their crops: (6, n)."""

@@ -68,7 +68,12 @@ class Validation(ABC):
             if processes.main:
                 for file in dict.fromkeys(skipped):
                     print(f"skipped {file.path}: {file.reason}")
-                show(scores)
+                console = Console(highlight=False)
+                if scores.table is not None:
+                    console.print(scores.title, style="bold", markup=False, soft_wrap=True)
+                    console.print(scores.table)
+                if scores.line:
+                    console.print(scores.line, markup=False, soft_wrap=True)
                 save_rows(self.csv, scores.rows, describe_environment(processes.device))
         return 0
 
@@ -80,13 +85,3 @@ def check_classes(checkpoint: Path, known: Sequence[str], given: Sequence[str]) 
             f"--checkpoint {checkpoint} knows {len(known)} classes ({', '.join(known[:3])}, ...), "
             f"--data-dir has {len(given)} ({', '.join(given[:3])}, ...); they must be the same"
         )
-
-
-def show(scores: Scores) -> None:
-    """The scores for people."""
-    console = Console(highlight=False)
-    if scores.table is not None:
-        console.print(scores.title, style="bold", markup=False, soft_wrap=True)
-        console.print(scores.table)
-    if scores.line:
-        console.print(scores.line, markup=False, soft_wrap=True)
