@@ -86,7 +86,7 @@ class LinformerAttention(MultiHeadAttention):
         """E for an input of ``tokens`` without prefix: (slots, tokens)."""
         weight: Tensor = self.projection
         if size is None:
-            repeats = -(-tokens // weight.shape[1])
+            repeats = (tokens - 1) // weight.shape[1] + 1
             return weight.repeat(1, repeats)[:, :tokens]
         grid = weight.shape[1:]
         if must_resize(grid, size):

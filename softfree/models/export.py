@@ -9,12 +9,13 @@ One file serves any batch, and any height and width of at least 33 pixels. It co
 """
 
 import copy
+import importlib.util
 import json
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,27 +72,24 @@ def export_onnx(
     Raises:
         ExportError: a result differs by more than 1e-4 (times the largest value, if above 1).
     """
+    if importlib.util.find_spec("onnxscript") is None:
+        raise ValueError("ONNX export needs onnxscript: pip install 'softfree[export]'")
     flat = _prepare(model)
     with _quietly():
         program = torch.onnx.export(
             _exportable(flat),
-            (_image(flat, 2, img_size, img_size + 32 * _is_dynamic(img_size)),),
+            (_example(flat, img_size),),
             dynamo=True,
             dynamic_shapes=(_dynamic_sizes(img_size),),
             input_names=["image"],
             output_names=list(output_names),
-            custom_translation_table=_translations(),
             verbose=False,
         )
     assert program is not None
     program.model.metadata_props.update(
         {key: json.dumps(value) for key, value in (metadata or {}).items()}
     )
-
-    def write(target: Path) -> None:
-        program.save(target)
-
-    return _write_checked(flat, Path(path), write, _onnx_runner, img_size)
+    return _write_checked(flat, Path(path), program.save, _open_onnx, img_size)
 
 
 def export_pt2(
@@ -110,17 +108,14 @@ def export_pt2(
     with _quietly():
         program = torch.export.export(
             _exportable(flat),
-            (_image(flat, 2, img_size, img_size + 32 * _is_dynamic(img_size)),),
+            (_example(flat, img_size),),
             dynamic_shapes=(_dynamic_sizes(img_size),),
             # As the ONNX exporter has it: what can't be proved of all sizes is checked when it runs.
             prefer_deferred_runtime_asserts_over_guards=True,
         )
     extra = {"metadata.json": json.dumps(metadata or {})}
-
-    def write(target: Path) -> None:
-        torch.export.save(program, target, extra_files=extra)
-
-    return _write_checked(flat, Path(path), write, _pt2_runner, img_size)
+    write = partial(torch.export.save, program, extra_files=extra)
+    return _write_checked(flat, Path(path), write, _open_pt2, img_size)
 
 
 class OnnxModel(nn.Module):
@@ -169,8 +164,6 @@ class MatrixPool(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.size == (1, 1):
-            return x.mean((2, 3), keepdim=True)
         down = averaging_matrix(x.shape[2], self.size[0], x)
         across = averaging_matrix(x.shape[3], self.size[1], x)
         return down @ x @ across.mT
@@ -197,13 +190,13 @@ def _image(model: nn.Module, batch: int, height: int, width: int) -> Tensor:
     return torch.randn(batch, convolution.in_channels, height, width, generator=generator)
 
 
-def _is_dynamic(img_size: int) -> bool:
-    return img_size >= SMALLEST_FREE
+def _example(model: nn.Module, img_size: int) -> Tensor:
+    return _image(model, 2, img_size, img_size + (32 if img_size >= SMALLEST_FREE else 0))
 
 
 def _dynamic_sizes(img_size: int) -> dict[int, Any]:
     sizes: dict[int, Any] = {0: Dim("batch", min=1, max=65536)}
-    if _is_dynamic(img_size):
+    if img_size >= SMALLEST_FREE:
         sizes[2] = Dim("height", min=SMALLEST_FREE, max=WIDEST)
         sizes[3] = Dim("width", min=SMALLEST_FREE, max=WIDEST)
     return sizes
@@ -211,7 +204,7 @@ def _dynamic_sizes(img_size: int) -> dict[int, Any]:
 
 def check_shapes(img_size: int) -> list[tuple[int, int, int]]:
     """Batch, height and width of the inputs a file is checked with: whole windows, odd sizes, both shapes."""
-    if not _is_dynamic(img_size):
+    if img_size < SMALLEST_FREE:
         return [(1, img_size, img_size), (3, img_size, img_size)]
     return [
         (1, img_size, img_size),
@@ -224,7 +217,7 @@ def _write_checked(
     model: nn.Module,
     path: Path,
     write: Callable[[Path], None],
-    open_runner: Callable[[Path], Run],
+    open_program: Callable[[Path], Run],
     img_size: int,
 ) -> float:
     """Write beside ``path``, compare with the model, and only then put the file in its place."""
@@ -232,7 +225,7 @@ def _write_checked(
     beside = path.with_name(f".{path.stem}.new{path.suffix}")
     try:
         write(beside)
-        run = open_runner(beside)
+        run = open_program(beside)
         worst = max(_error(model, run, shape) for shape in check_shapes(img_size))
         os.replace(beside, path)
     finally:
@@ -266,13 +259,8 @@ def _error(model: nn.Module, run: Run, shape: tuple[int, int, int]) -> float:
     return worst
 
 
-def _onnx_runner(path: Path) -> Run:
-    session = _session(path)
-
-    def run(image: Tensor) -> Sequence[Tensor]:
-        return [torch.from_numpy(out) for out in session.run(None, {"image": image.numpy()})]
-
-    return run
+def _open_onnx(path: Path) -> Run:
+    return FlatOutputs(OnnxModel(_session(path)))
 
 
 def _session(path: Path) -> Any:
@@ -286,23 +274,9 @@ def _session(path: Path) -> Any:
         raise ValueError(f"{path} is no readable ONNX file: {error}") from error
 
 
-def _pt2_runner(path: Path) -> Run:
+def _open_pt2(path: Path) -> Run:
     with _quietly():
         return torch.export.load(path).module()
-
-
-def _translations() -> dict[Any, Any]:
-    """Corrections of the exporter's own table."""
-    try:
-        from onnxscript import opset18 as op
-    except ImportError as error:
-        raise ValueError("ONNX export needs onnxscript: pip install 'softfree[export]'") from error
-
-    def floor_divide(self: Any, other: Any) -> Any:
-        # The exporter's own rounds toward 0, and sizes are rounded up by dividing negative numbers.
-        return op.Div(op.Sub(self, op.Mod(self, other)), other)
-
-    return {operator.floordiv: floor_divide}
 
 
 @contextmanager

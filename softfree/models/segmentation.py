@@ -16,6 +16,7 @@ from softfree.models.features import (
     set_grad_checkpointing,
 )
 from softfree.ops.shared.devices import exporting
+from softfree.ops.window_product import window_grid
 
 STRIDE = 4
 AUXILIARY_STRIDE = 16
@@ -157,7 +158,7 @@ def _starts(length: int, window: int, step: int) -> list[int]:
 
 def _crop(logits: Tensor, height: int, width: int, stride: int) -> Tensor:
     """The part of padded logits that covers the image."""
-    rows, columns = -(-height // stride), -(-width // stride)
+    rows, columns = window_grid((height, width), (stride, stride))
     if exporting():
         # Whether a slice leaves anything out would become a constant of the program.
         for dim, count in ((2, rows), (3, columns)):

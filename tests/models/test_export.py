@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 from softfree.models import export
 from softfree.models.export import ExportError, MatrixPool, export_onnx, export_pt2, load_onnx
 
 from .small import PYRAMID, small
 
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 METADATA = dict(task="classification", class_names=["a", "b"], mean=[0.5, 0.4, 0.3], img_size=64)
@@ -42,6 +43,21 @@ def test_one_onnx_file_serves_any_batch_and_size(tmp_path):
             image = torch.randn(shape)
             assert_same(loaded(image), model(image))
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.slow
+def test_pytorchs_exporter_alone_is_right_at_sizes_that_32_does_not_divide(tmp_path):
+    model = small("softpp_tiny", depths=(1, 1, 1, 1), **FEW_STEPS).eval()
+    sizes = {0: Dim("batch", max=64), 2: Dim("height", min=33), 3: Dim("width", min=33)}
+    example = (torch.randn(2, 3, 64, 96),)
+    program = torch.onnx.export(model, example, dynamo=True, dynamic_shapes=(sizes,), verbose=False)
+    program.save(tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    for shape in ((1, 3, 77, 41), (3, 3, 33, 131), (1, 3, 225, 60)):
+        image = torch.randn(shape)
+        (given,) = session.run(None, {session.get_inputs()[0].name: image.numpy()})
+        with torch.no_grad():
+            assert_same(torch.from_numpy(given), model(image))
 
 
 @pytest.mark.slow

@@ -76,7 +76,8 @@ def windows(tokens: Tensor, size: tuple[int, int], window: tuple[int, int]) -> T
 
 def window_grid(size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
     """How many windows cover (H, W), along each."""
-    return -(-size[0] // window[0]), -(-size[1] // window[1])
+    # Not -(-n // k): exporters round the quotient of a negative number toward 0.
+    return (size[0] - 1) // window[0] + 1, (size[1] - 1) // window[1] + 1
 
 
 def cross_the_border(size: tuple[int, int], window: tuple[int, int]) -> bool:
