@@ -66,18 +66,14 @@ def create_attention(
     own = option_names(name)
     _check_known("attention", options, set().union(*map(option_names, CLASSES)))
     given = {key: value for key, value in options.items() if value is not None}
-    chosen = {**default_settings(name, given), "sequence": sequence, **given}
+    settings = dict(SETTINGS.get(name, {}))
+    if given.get("inverse", "newton") != "newton":
+        for key in settings.keys() & {"start", "ridge"}:  # the authors' are Newton's
+            del settings[key]
+    chosen = {**settings, "sequence": sequence, **given}
     taken = {key: value for key, value in chosen.items() if key in own}
     _check_kinds(CLASSES[name], taken)
     return CLASSES[name](dim, num_heads, **taken)
-
-
-def default_settings(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What an attention has that is not among ``options``; the authors' start and ridge are Newton's alone."""
-    settings = SETTINGS.get(name, {})
-    if options.get("inverse", "newton") == "newton":
-        return settings
-    return {key: value for key, value in settings.items() if key not in ("start", "ridge")}
 
 
 def check_attention(name: str) -> None:
@@ -100,6 +96,8 @@ def check_options(
     if model is not None:
         parameters = inspect.signature(model).parameters.values()
         known |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        # One value for all stages would silently win over those given for each.
+        known -= {name for name in known if f"{name}s" in known}
         what = f"{model.__name__} with {what}"
     _check_known(what, options, known)
 

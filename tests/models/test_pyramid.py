@@ -270,6 +270,10 @@ def test_attention_options_reach_the_attention():
         "there are .*'depths'.*'features'.*; got kernels='relu'",
     ):
         small("softpp_tiny", attention="performer", kernels="relu")
+    # A single one would silently stand in for the four.
+    for name in ("stride", "value_conv"):
+        with pytest.raises(TypeError, match=f"has no option '{name}'; there are .*'{name}s'"):
+            small("softpp_tiny", **{name: 3})
     with pytest.raises(TypeError, match="attention 'softmax' has no option 'iterations'"):
         small("softpp_tiny", attention="softmax", iterations=5)
 
