@@ -172,12 +172,12 @@ class SoftAttention(nn.Module):
             key_mask=mask,
             landmark_mask=landmark_mask,
             normalize=self.normalize,
+            backend=self.backend,
             inverse=self.inverse,
             iterations=self.iterations,
             start=self.start,
             ridge=self.ridge,
             order=self.order,
-            backend=self.backend,
         )
         out = out.transpose(1, 2).flatten(2)
         share = pooled_share(self.sampler, sampled, source.shape[1], size, mask)
@@ -191,15 +191,17 @@ class SoftAttention(nn.Module):
         """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
         sampler: Any = self.sampler
         conv: Any = self.value_conv
-        linear = ((self.qv, nn.Linear), (self.proj, nn.Linear))
-        if not are_plain(*linear, (sampler, ConvLandmarks), (conv, ValueConv)):
+        if not (
+            are_plain((self.qv, nn.Linear), (self.proj, nn.Linear), (conv, ValueConv))
+            and is_plain(sampler, ConvLandmarks)
+            and is_plain(sampler.norm, nn.LayerNorm)
+        ):
             return False
         # It computes every gradient; those of frozen weights would be for nothing.
         weights = (self.qv.weight, sampler.weight, conv.weight)
         return (
             self.backend in ("auto", "triton")
             and image_attention.fits(x, conv.weight)
-            and is_plain(sampler.norm, nn.LayerNorm)
             and sampler.norm.bias is not None
             and (not torch.is_grad_enabled() or all(w.requires_grad for w in weights))
         )

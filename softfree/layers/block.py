@@ -18,19 +18,20 @@ class TanhMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1: Any = self.fc1
+        act: Any = self.act
         fc2: Any = self.fc2
-        if not self._is_two_layers_and_gelu() or fc1.bias is None or fc2.bias is None:
-            return super().forward(x)
-        return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
-
-    def _is_two_layers_and_gelu(self) -> bool:
-        drops = (self.drop1, self.drop2)
-        return (
-            are_plain((self.fc1, nn.Linear), (self.act, nn.GELU), (self.fc2, nn.Linear))
-            and are_plain((self.norm, nn.Identity), *((drop, nn.Dropout) for drop in drops))
-            and self.act.approximate == "tanh"
-            and not any(drop.p and drop.training for drop in drops)
-        )
+        drops = [(drop, nn.Dropout) for drop in (self.drop1, self.drop2)]
+        if (
+            are_plain(
+                (fc1, nn.Linear), (act, nn.GELU), (self.norm, nn.Identity), (fc2, nn.Linear), *drops
+            )
+            and act.approximate == "tanh"
+            and not any(drop.p and drop.training for drop, _ in drops)
+            and fc1.bias is not None
+            and fc2.bias is not None
+        ):
+            return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+        return super().forward(x)
 
 
 class Block(nn.Module):
@@ -92,13 +93,16 @@ def _add_and_norm(x: Tensor, branch: Tensor, norm: nn.LayerNorm) -> Tensor:
     return norm(x + branch).to(x.dtype)
 
 
+BLOCK_OPTIONS = {"drop_path", "attn_drop", "proj_drop", "pre_norm", "norm_eps", "exact_gelu"}
+
+
 class SoftBlock(Block):
     """A :class:`Block` around :class:`SoftAttention`.
 
     Args:
-        dim, num_heads: as in :class:`SoftAttention`, which also takes the further keywords.
+        dim, num_heads: as in :class:`SoftAttention`.
         mlp_ratio: hidden channels of the MLP over ``dim``.
-        drop_path, proj_drop, pre_norm, norm_eps: as in :class:`Block`.
+        options: keywords of :class:`Block`; all others are the attention's.
 
     Example:
         >>> import torch, softfree
@@ -107,24 +111,7 @@ class SoftBlock(Block):
         torch.Size([1, 784, 64])
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        *,
-        mlp_ratio: float = 4.0,
-        drop_path: float = 0.0,
-        proj_drop: float = 0.0,
-        pre_norm: bool = False,
-        norm_eps: float = 1e-5,
-        **attention: Any,
-    ):
-        super().__init__(
-            dim,
-            SoftAttention(dim, num_heads, **attention),
-            mlp_dim=int(dim * mlp_ratio),
-            drop_path=drop_path,
-            proj_drop=proj_drop,
-            pre_norm=pre_norm,
-            norm_eps=norm_eps,
-        )
+    def __init__(self, dim: int, num_heads: int = 8, *, mlp_ratio: float = 4.0, **options: Any):
+        own = {name: options.pop(name) for name in BLOCK_OPTIONS & options.keys()}
+        attention = SoftAttention(dim, num_heads, **options)
+        super().__init__(dim, attention, mlp_dim=int(dim * mlp_ratio), **own)

@@ -75,12 +75,7 @@ Landmarks = str | int | tuple[str, int | None] | LandmarkSpec
 
 
 def create_sampler(
-    spec: Landmarks,
-    head_dim: int,
-    stride: int,
-    *,
-    sequence: bool = False,
-    strict: bool = True,
+    spec: Landmarks, head_dim: int, stride: int, *, sequence: bool = False, strict: bool = True
 ) -> nn.Module:
     """The sampler that ``spec`` names.
 
@@ -111,7 +106,7 @@ class _WindowLandmarks(nn.Module):
     no landmark.
     """
 
-    def __init__(self, stride: int, count: int | None):
+    def __init__(self, stride: int, count: int | None = None):
         super().__init__()
         self.stride = stride
         self.count = count
@@ -179,9 +174,6 @@ class AverageLandmarks(_WindowLandmarks):
         torch.Size([2, 3, 4, 32])
     """
 
-    def __init__(self, stride: int, count: int | None = None):
-        super().__init__(stride, count)
-
     def reduce(
         self, q: Tensor, mask: Tensor | None, grid: tuple[int, int], window: tuple[int, int]
     ) -> Tensor:
@@ -210,12 +202,7 @@ class ConvLandmarks(_WindowLandmarks):
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        stride: int,
-        count: int | None = None,
-        *,
-        sequence: bool = False,
+        self, head_dim: int, stride: int, count: int | None = None, *, sequence: bool = False
     ):
         super().__init__(stride, count)
         self.scale = head_dim**-0.25

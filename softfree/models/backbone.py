@@ -130,7 +130,7 @@ class Backbone(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         parts = self.num_feature_parts
-        take, last = _take_indices(parts, indices)
+        take, last = feature_take_indices(parts, indices)  # type: ignore[arg-type]
         found: dict[int, Any] = {}
         tokens = x
         for index, (tokens, size) in enumerate(self.iterate_features(x)):
@@ -166,7 +166,7 @@ class Backbone(nn.Module):
     ) -> list[int]:
         """Drop what features at ``indices`` do not need, so that no parameter stays unused."""
         parts = self.num_feature_parts
-        take, last = _take_indices(parts, indices)
+        take, last = feature_take_indices(parts, indices)  # type: ignore[arg-type]
         self.prune_after(last)
         # The norm is that of the last part, and of no use to the others.
         if prune_norm or last < parts - 1:
@@ -184,13 +184,6 @@ class Backbone(nn.Module):
     def prune_after(self, last: int) -> None:
         """Drop the parts after number ``last``."""
         raise NotImplementedError
-
-
-def _take_indices(parts: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
-    """The parts asked for, counted from 0, and the last of them."""
-    return feature_take_indices(
-        parts, indices if indices is None or isinstance(indices, int) else list(indices)
-    )
 
 
 def call_block(block: nn.Module, x: Tensor, size: tuple[int, int], recompute: bool) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -25,11 +26,7 @@ from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.models.detection.rpn import RPNHead
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import FeaturePyramidNetwork
-from torchvision.ops.feature_pyramid_network import (
-    ExtraFPNBlock,
-    LastLevelMaxPool,
-    LastLevelP6P7,
-)
+from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxPool, LastLevelP6P7
 
 from softfree.models.checks import check_at_least, check_grouped
 from softfree.models.features import REDUCTIONS, PyramidFeatures
@@ -78,12 +75,11 @@ class _MaskRCNN(_Checkpointing, MaskRCNN):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        given: Any = self.transform  # type: ignore[has-type]
-        self.transform = _Transform(
-            given.min_size, given.max_size, given.image_mean, given.image_std,
-            given.size_divisible, given.fixed_size, _skip_resize=given._skip_resize,
-        )  # fmt: skip
         # They have torchvision's attributes, which its constructor has filled in, and other methods.
+        transform: Any = self.transform
+        transform.__class__ = _Transform
+        for name, values in (("mean", transform.image_mean), ("std", transform.image_std)):
+            transform.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
         self.rpn.__class__ = RegionProposals
         self.roi_heads.__class__ = RegionHeads
 
@@ -111,11 +107,6 @@ class _Transform(GeneralizedRCNNTransform):
 
     mean: Tensor
     std: Tensor
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        for name, values in (("mean", self.image_mean), ("std", self.image_std)):
-            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
 
     def normalize(self, image: Tensor) -> Tensor:
         # Pictures of floats are normalised in their batch; torchvision refuses others.
@@ -268,7 +259,7 @@ def retinanet(
         width,
         anchors.num_anchors_per_location()[0],
         num_classes,
-        norm_layer=partial(nn.GroupNorm, _groups(width)) if head_norm else None,
+        norm_layer=partial(nn.GroupNorm, min(32, width // 8)) if head_norm else None,
     )
     _float32_outputs(head)
     return _RetinaNet(
@@ -327,18 +318,10 @@ def mask_rcnn(
         mask_predictor=MaskRCNNPredictor(width, width, num_classes),
         **kwargs,
     )
-    for module in (
-        model.rpn.head,
-        model.roi_heads.box_predictor,
-        model.roi_heads.mask_predictor,
-    ):
+    heads = model.roi_heads
+    for module in (model.rpn.head, heads.box_predictor, heads.mask_predictor):
         _float32_outputs(module)
     return model
-
-
-def _groups(width: int) -> int:
-    """Groups of a GroupNorm: 32, or as many as make 8 channels each in a narrow head."""
-    return min(32, width // 8)
 
 
 def _float32_outputs(module: nn.Module) -> None:
@@ -347,8 +330,4 @@ def _float32_outputs(module: nn.Module) -> None:
 
 
 def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
-    if isinstance(output, dict):
-        return {key: _to_float32(module, inputs, value) for key, value in output.items()}
-    if isinstance(output, list | tuple):
-        return type(output)(_to_float32(module, inputs, value) for value in output)
-    return output.float()
+    return tree_map(Tensor.float, output)
