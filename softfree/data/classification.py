@@ -13,7 +13,9 @@ from softfree.data.images import (
     VAL_NAMES,
     ImageData,
     ImageFiles,
+    find_split,
     image_files,
+    listing,
     some,
 )
 from softfree.data.named import load_named
@@ -46,8 +48,8 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
             f"`data_dir` {data_dir} {kind}; expected a folder with train/ and val/, each with one "
             "folder per class (without `data_dir`, the embedded digits are used)"
         )
-    train_root = find_split(root, TRAIN_NAMES)
-    val_root = find_split(root, VAL_NAMES)
+    train_root = find_split(root, TRAIN_NAMES, " with one folder per class")
+    val_root = find_split(root, VAL_NAMES, " with one folder per class")
     class_names, in_val = _class_folders(train_root), _class_folders(val_root)
     if class_names != in_val:
         only_train, only_val = (
@@ -67,29 +69,12 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
     return ImageData(train, val, tuple(class_names))
 
 
-def find_split(root: Path, names: Sequence[str]) -> Path:
-    """The folder of ``root`` with the first of ``names``, or an error that says what is there instead."""
-    for name in names:
-        if (root / name).is_dir():
-            return root / name
-    expected = f"{names[0]}/ (or {', '.join(f'{name}/' for name in names[1:])})"
-    raise FileNotFoundError(
-        f"`data_dir` {root} has no folder {expected} with one folder per class; "
-        f"found {_listing(root)}"
-    )
-
-
-def _listing(folder: Path) -> str:
-    entries = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())
-    return some(entries) if entries else "nothing"
-
-
 def _class_folders(root: Path) -> list[str]:
     names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not names:
         raise ValueError(
             f"{root} has no class folders, expected one folder of pictures per class; "
-            f"found {_listing(root)}"
+            f"found {listing(root)}"
         )
     return names
 

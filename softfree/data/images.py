@@ -152,6 +152,20 @@ def some(names: Sequence[str]) -> str:
     return f"{text} and {more:,} more" if more > 0 else text
 
 
+def find_split(root: Path, names: Sequence[str], what: str = "") -> Path:
+    """The folder of ``root`` with the first of ``names``, or an error that says what is there instead."""
+    for name in names:
+        if (root / name).is_dir():
+            return root / name
+    expected = f"{names[0]}/ (or {', '.join(f'{name}/' for name in names[1:])}){what}"
+    raise FileNotFoundError(f"`data_dir` {root} has no folder {expected}; found {listing(root)}")
+
+
+def listing(folder: Path) -> str:
+    """What a folder holds."""
+    return some(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())) or "nothing"
+
+
 def image_files(folder: Path) -> list[str]:
     """Paths of the pictures in a folder and its subfolders, by their extension, sorted."""
     return sorted(

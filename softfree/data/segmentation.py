@@ -25,6 +25,7 @@ from softfree.data.images import (
     Unreadable,
     UnreadableImageError,
     both_splits,
+    find_split,
     image_files,
     open_image,
     part_readable,
@@ -277,7 +278,10 @@ def _ade20k(root: Path, split: str) -> Split:
     classes = np.full(256, IGNORE, np.uint8)
     ids = range(1, ADE20K_CLASSES + 1)
     classes[ids] = np.arange(ADE20K_CLASSES)
-    pairs = _pairs(_folder(root / "images", split), _folder(root / "annotations", split))
+    images, class_maps = (
+        find_split(root / name, SPLITS[split]) for name in ("images", "annotations")
+    )
+    pairs = _pairs(images, class_maps)
     names = _ade20k_names(root / "objectInfo150.txt")
     return SegmentationDataset(pairs, ids, classes, ignored=(0, IGNORE)), names
 
@@ -336,16 +340,10 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
         raise ValueError(f"{names_file} must name 1 to {IGNORE} classes, it has {len(names)}")
     classes = np.arange(256, dtype=np.uint8)
     classes[ignore_label] = IGNORE
-    pairs = _pairs(_folder(root / "images", split), _folder(root / "masks", split))
+    images, class_maps = (find_split(root / name, SPLITS[split]) for name in ("images", "masks"))
+    pairs = _pairs(images, class_maps)
     ignored = tuple(sorted({ignore_label, IGNORE}))
     return SegmentationDataset(pairs, range(len(names)), classes, ignored), names
-
-
-def _folder(folder: Path, split: str) -> Path:
-    for name in SPLITS[split]:
-        if (folder / name).is_dir():
-            return folder / name
-    raise FileNotFoundError(f"{folder} has no folder {' or '.join(SPLITS[split])}")
 
 
 def _pairs(
