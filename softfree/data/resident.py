@@ -18,26 +18,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from softfree.data.images import ImageDataset, Unreadable
 from softfree.ops.shared.precision import full_precision
 
 INTERPOLATIONS = ("bilinear", "bicubic", "random")
 TRIES = 10  # for a crop that fits the picture, as torchvision has it
-
-
-class Indices(Dataset):
-    """A data set that gives its indices, for pictures that are read elsewhere."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class ResidentImages:

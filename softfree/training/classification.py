@@ -30,7 +30,7 @@ from softfree.data.images import (
     Unreadable,
     collate_images,
 )
-from softfree.data.resident import INTERPOLATIONS, Indices, RandomCrops, ResidentImages
+from softfree.data.resident import INTERPOLATIONS, RandomCrops, ResidentImages
 from softfree.layers.factory import check_attention
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
 from softfree.models.checks import check_at_least, check_model_name, mistakes_in
@@ -245,7 +245,7 @@ class Classification(PictureTask):
         self.kept: dict[ImageDataset, ResidentImages] = {}
         if settings.data.data_on_device:
             check_resident(augment)
-            self.train_data, self.eval_data = Indices(len(data.train)), Indices(len(data.val))
+            self.train_data, self.eval_data = range(len(data.train)), range(len(data.val))
 
     @classmethod
     def build(cls, metadata: dict[str, Any]) -> nn.Module:
@@ -440,7 +440,7 @@ def score_classifier(
     """
     set_input_size(network, img_size)
     normalize = Normalize(preparation["mean"], preparation["std"])
-    samples = data if isinstance(data, ImageDataset) else Indices(len(data))
+    samples = data if isinstance(data, ImageDataset) else range(len(data))
     if isinstance(data, ImageDataset):
         data.transform = eval_transform(preparation, img_size)
     began = time.perf_counter()

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from softfree import __version__
 from softfree.data.files import write_durably
 from softfree.data.images import MapData, Unreadable, collate_training
-from softfree.data.resident import Indices
 from softfree.models.metadata import check_buildable
 from softfree.training import checkpoint, distributed
 from softfree.training.devices import autocast
@@ -60,9 +59,8 @@ class Task(ABC):
         headline: the numbers of :meth:`evaluate` that its line shows, where not all fit in a row; ``eval.csv``
             has all.
         sizes_vary: whether sizes change from step to step. cuDNN would time its algorithms anew for each.
-        train_data, eval_data: map-style data sets. With :class:`~softfree.data.resident.Indices`, whose
-            pictures the task keeps on the device, a batch is a tensor of indices there, in training a part
-            of what :meth:`plan_epoch` gives.
+        train_data, eval_data: map-style data sets. With a ``range``, whose samples the task keeps on the
+            device, a batch is a tensor of indices there, in training a part of what :meth:`plan_epoch` gives.
     """
 
     name: str
@@ -437,7 +435,7 @@ class _Training:
     def _training_batches(self) -> Generator[Any]:
         self.sampler.start, self.sampler.stop = self.position.step, self.schedule.total
         data = self.task.train_data
-        if isinstance(data, Indices):
+        if isinstance(data, range):
             # Nothing to read: processes and queues would cost more than the indices.
             return self.sampler.on_device(self.device, self.task.plan_epoch)
         data = Augmented(data, self.run.seed)

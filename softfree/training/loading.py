@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from softfree.data.images import Unreadable
-from softfree.data.resident import Indices
 from softfree.training.devices import AmpDtype, autocast, to_device
 from softfree.training.distributed import Processes
 from softfree.training.sampling import EvalSampler, StepSampler
@@ -61,7 +60,7 @@ def evaluation_batches(
 ) -> Generator[Any]:
     """This process's share of the samples, each once."""
     sampler = EvalSampler(len(data), batch_size, processes.rank, processes.count)
-    if isinstance(data, Indices):
+    if isinstance(data, range):
         # Nothing to read: processes and queues would cost more than the indices.
         return sampler.on_device(processes.device)
     return read_batches(data, sampler, collate, processes.device, report, workers, channels_last)

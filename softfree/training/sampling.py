@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from softfree.data.images import seed_generators
 
@@ -115,19 +115,11 @@ class StepSampler(Sampler[list[Key]]):
         return self.permute(self.samples, self.batch_size, generator)
 
 
-class EvalSampler(Sampler[list[int]]):
+class EvalSampler(BatchSampler):
     """Batches of the process's own share of the samples: each sample once, none repeated to fill up."""
 
     def __init__(self, samples: int, batch_size: int, rank: int, processes: int):
-        self.indices = range(rank, samples, processes)
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for begin in range(0, len(self.indices), self.batch_size):
-            yield list(self.indices[begin : begin + self.batch_size])
+        super().__init__(range(rank, samples, processes), batch_size, drop_last=False)
 
     def on_device(self, device: torch.device) -> Generator[Tensor]:
         """The same batches as indices on a device."""
