@@ -278,13 +278,7 @@ def create_value_conv(num_heads: int, kernel_size: int, sequence: bool) -> Value
 
 
 class SoftmaxAttention(MultiHeadAttention):
-    """Ordinary multi-head softmax attention through torch's fused kernel, for comparison.
-
-    Args:
-        dim: channels; a multiple of ``num_heads``.
-        num_heads: heads.
-        qkv_bias: biases of the three projections.
-    """
+    """Softmax attention through torch's fused kernel, for comparison; arguments as in its base."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, size: Size, mask: Tensor | None) -> Tensor:
         key_mask = None if mask is None else mask[:, None, None, :]

@@ -77,16 +77,7 @@ Landmarks = str | int | tuple[str, int | None] | LandmarkSpec
 def create_sampler(
     spec: Landmarks, head_dim: int, stride: int, *, sequence: bool = False, strict: bool = True
 ) -> nn.Module:
-    """The sampler that ``spec`` names.
-
-    Args:
-        spec: see :meth:`LandmarkSpec.parse`.
-        head_dim: channels of a head.
-        stride: side of the square (length of the window, for sequences) that one landmark covers.
-        sequence: tokens are a sequence and windows stretches of it, not squares of an image.
-        strict: "random" and "first" raise when there are fewer tokens than landmarks; else they take
-            all there are.
-    """
+    """The sampler that ``spec`` names; the arguments are those of :class:`softfree.SoftAttention`."""
     parsed = LandmarkSpec.parse(spec)
     sampler, count = parsed.sampler, parsed.count
     if stride < 1:
@@ -193,12 +184,6 @@ class ConvLandmarks(_WindowLandmarks):
     As in the authors' code, the convolution sees ``q * head_dim^-1/4`` (which matters to the norm's eps
     alone) and the landmarks are on that scale; they are returned on the scale of ``q``. Beyond the border
     and at masked tokens the convolution reads 0.
-
-    Args:
-        head_dim: channels of a head.
-        stride: side of a window.
-        count: at most so many landmarks; None: as many as there are windows.
-        sequence: convolve along a sequence instead of over an image.
     """
 
     def __init__(

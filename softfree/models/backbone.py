@@ -18,11 +18,12 @@ ImageSize = int | tuple[int, int]
 class Backbone(nn.Module):
     """Base of the backbones. A subclass gives :meth:`iterate_features` and calls :meth:`init_classifier`.
 
-    ``num_prefix_tokens`` tokens stand before the image tokens of the last feature. ``norm`` is the final
+    ``parts`` names the list of modules whose results are the features. ``num_prefix_tokens`` tokens stand before the image tokens of the last feature. ``norm`` is the final
     norm (an identity for post-norm blocks).
     """
 
     num_prefix_tokens = 0
+    parts: str
     norm: nn.Module
     feature_info: list[dict[str, Any]]
 
@@ -54,11 +55,6 @@ class Backbone(nn.Module):
 
     def iterate_features(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Yield (tokens, size) after each part that counts as a feature, in order."""
-        raise NotImplementedError
-
-    @property
-    def num_feature_parts(self) -> int:
-        """How many features :meth:`iterate_features` yields."""
         raise NotImplementedError
 
     def get_classifier(self) -> nn.Module:
@@ -129,7 +125,7 @@ class Backbone(nn.Module):
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
-        parts = self.num_feature_parts
+        parts = len(getattr(self, self.parts))
         take, last = feature_take_indices(parts, indices)  # type: ignore[arg-type]
         found: dict[int, Any] = {}
         tokens = x
@@ -165,7 +161,7 @@ class Backbone(nn.Module):
         prune_head: bool = True,
     ) -> list[int]:
         """Drop what features at ``indices`` do not need, so that no parameter stays unused."""
-        parts = self.num_feature_parts
+        parts = len(getattr(self, self.parts))
         take, last = feature_take_indices(parts, indices)  # type: ignore[arg-type]
         self.prune_after(last)
         # The norm is that of the last part, and of no use to the others.
@@ -183,7 +179,7 @@ class Backbone(nn.Module):
 
     def prune_after(self, last: int) -> None:
         """Drop the parts after number ``last``."""
-        raise NotImplementedError
+        setattr(self, self.parts, getattr(self, self.parts)[: last + 1])
 
 
 def call_block(block: nn.Module, x: Tensor, size: tuple[int, int], recompute: bool) -> Tensor:

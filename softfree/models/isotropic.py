@@ -34,6 +34,8 @@ class SoftVisionTransformer(Backbone):
         drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
     """
 
+    parts = "blocks"
+
     def __init__(
         self,
         img_size: ImageSize = 224,
@@ -65,13 +67,9 @@ class SoftVisionTransformer(Backbone):
         self.pos_embed = PositionEmbedding(grid, embed_dim)
         rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
         options: dict[str, Any] = dict(
-            grid=grid,
-            landmarks=landmarks,
-            stride=stride,
-            value_conv=value_conv,
-            strict_landmarks=False,
+            grid=grid, landmarks=landmarks, stride=stride, value_conv=value_conv
         )
-        options.update(attention_options)
+        options |= {"strict_landmarks": False, **attention_options}
         if mlp_ratio is None:
             mlp_ratio = default_mlp_ratio(attention)
         self.blocks = nn.ModuleList(
@@ -100,13 +98,6 @@ class SoftVisionTransformer(Backbone):
         for block in self.blocks:
             x = call_block(block, x, size, self.grad_checkpointing)
             yield x, size
-
-    def prune_after(self, last: int) -> None:
-        self.blocks = self.blocks[: last + 1]
-
-    @property
-    def num_feature_parts(self) -> int:
-        return len(self.blocks)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -86,6 +86,7 @@ class SoftPyramid(Backbone):
     """
 
     num_prefix_tokens = 1
+    parts = "stages"
 
     def __init__(
         self,
@@ -137,13 +138,9 @@ class SoftPyramid(Backbone):
             if ratio is None:
                 ratio = 4.0 if softmax else default_mlp_ratio(attention)
             options: dict[str, Any] = dict(
-                grid=grid,
-                landmarks=landmarks,
-                stride=strides[i],
-                value_conv=value_convs[i],
-                strict_landmarks=False,
+                grid=grid, landmarks=landmarks, stride=strides[i], value_conv=value_convs[i]
             )
-            options.update(attention_options)
+            options |= {"strict_landmarks": False, **attention_options}
             blocks = [
                 Block(
                     dim,
@@ -179,12 +176,8 @@ class SoftPyramid(Backbone):
             yield x, size
 
     def prune_after(self, last: int) -> None:
-        self.stages = self.stages[: last + 1]
+        super().prune_after(last)
         self.downsamples = self.downsamples[:last]
-
-    @property
-    def num_feature_parts(self) -> int:
-        return len(self.stages)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -73,10 +73,7 @@ def upernet(
         backbone: such as ``"softpp_small"``.
         num_classes: classes, the background one of them if it is one.
         width: channels of the decoder; the auxiliary head has half as many.
-        backbone_checkpoint: weights to start the backbone from: a file, or a run's checkpoint folder.
-        frozen_bn: keep the backbone's BatchNorms as they are.
-        backbone_kwargs: keywords of the backbone; SOFT backbones get a fixed number of landmarks if nothing
-            is said (:func:`softfree.models.features.backbone_arguments`).
+        backbone_checkpoint, frozen_bn, backbone_kwargs: see :func:`softfree.detection.retinanet`.
 
     Example:
         >>> import softfree, torch
