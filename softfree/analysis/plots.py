@@ -96,13 +96,9 @@ def draw_bars(
         axes.grid(axis="x", alpha=0.3)
     row[0].set_yticks(range(len(names)), names)
     row[0].invert_yaxis()
-    handles, labels = max(
-        (axes.get_legend_handles_labels() for axes in row), key=lambda found: len(found[1])
-    )
-    if len(labels) > 1:
-        picture.legend(
-            handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False
-        )
+    named = max((axes.get_legend_handles_labels() for axes in row), key=lambda found: len(found[1]))
+    if len(named[1]) > 1:
+        picture.legend(*named, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     picture.suptitle(title, fontsize=9)
     return picture
 
@@ -115,16 +111,12 @@ def draw_resolution(curves: Mapping[str, Curve], trained: Mapping[str, int]) -> 
         marker = MARKERS[index % len(MARKERS)]
         sizes, accuracies = zip(*curve, strict=True)
         axes.plot(sizes, accuracies, f"C{index % 10}-", marker=marker, label=title)
-        for size, accuracy in curve:
-            if size == trained[title]:
-                axes.plot(
-                    size, accuracy, "o", color=f"C{index % 10}", markersize=14, fillstyle="none"
-                )
+        for point in (point for point in curve if point[0] == trained[title]):
+            axes.plot(*point, f"C{index % 10}o", markersize=14, fillstyle="none")
     axes.set_xticks(sizes)
     axes.set(xlabel="side of the square image (pixels)", ylabel="top-1 accuracy (%)", ylim=(0, 100))
-    axes.set_title(
-        "Accuracy against image size; a ring marks the size of the training", fontsize=10
-    )
+    words = "Accuracy against image size; a ring marks the size of the training"
+    axes.set_title(words, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure

@@ -1,9 +1,8 @@
 """Pictures of results: a photo with its likeliest classes, and what the quickstart has learned."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -18,8 +17,7 @@ ROWS, COLUMNS = 5, 6
 OUTLINE = 110  # grey that parts a digit from what is around it
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A picture, what it shows and what the model says."""
 
     picture: Image.Image
@@ -28,8 +26,7 @@ class Sample:
     probability: float
 
 
-@dataclass(frozen=True)
-class HeatMap:
+class HeatMap(NamedTuple):
     """Where a patch looks: ``heat`` (H, W) over a picture, (x, y) in [0, 1] the patch's centre."""
 
     title: str
@@ -50,7 +47,9 @@ def draw_classes(
     photo.axis("off")
     places = range(len(labels))
     bars.barh(places, probabilities, color=[ACCURACY] + [FAINT] * (len(labels) - 1), height=0.6)
-    bars.set_yticks(places, [_shortened(label) for label in labels], parse_math=False)
+    cut = LONGEST_LABEL - 1
+    short = [label if len(label) <= LONGEST_LABEL else f"{label[:cut]}…" for label in labels]
+    bars.set_yticks(places, short, parse_math=False)
     bars.invert_yaxis()
     bars.set_xlim(0, 1.15)
     bars.xaxis.set_visible(False)
@@ -116,15 +115,8 @@ def _draw_curves(
     right.plot(*zip(*accuracies, strict=True), color=ACCURACY, marker="o", markersize=4)
     right.set_title("Validation accuracy (%)", fontsize=11, color=INK)
     last = accuracies[-1]
-    right.annotate(
-        f"{last[1]:.1f}",
-        last,
-        xytext=(4, -18),
-        textcoords="offset points",
-        ha="right",
-        color=ACCURACY,
-        fontweight="bold",
-    )
+    place = dict(xytext=(4, -18), textcoords="offset points", ha="right")
+    right.annotate(f"{last[1]:.1f}", last, **place, color=ACCURACY, fontweight="bold")
     for axes in (left, right):
         axes.set_xlabel("epoch")
         axes.set_xlim(left=0)
@@ -142,29 +134,14 @@ def _draw_heat_maps(part: Any, picture: Image.Image, heat_maps: Sequence[HeatMap
     plain.imshow(picture)
     plain.set_title("the digit", fontsize=10, color=INK)
     for axes, heat_map in zip(others, heat_maps, strict=True):
-        axes.imshow(
-            heat_map.heat,
-            cmap="inferno",
-            extent=(-0.5, width - 0.5, height - 0.5, -0.5),
-            interpolation="nearest",
-        )
+        extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+        axes.imshow(heat_map.heat, cmap="inferno", extent=extent, interpolation="nearest")
         axes.contour(np.asarray(picture.convert("L")), levels=[OUTLINE], colors="white", alpha=0.6)
         axes.set_title(heat_map.title, fontsize=10, color=INK)
     for axes, heat_map in zip((plain, *others), (heat_maps[0], *heat_maps), strict=True):
-        axes.plot(
-            heat_map.x * width - 0.5,
-            heat_map.y * height - 0.5,
-            marker="s",
-            markersize=9,
-            markerfacecolor="none",
-            markeredgecolor="#3fb950",
-            markeredgewidth=2,
-        )
+        point = (heat_map.x * width - 0.5, heat_map.y * height - 0.5)
+        axes.plot(*point, "s", ms=9, mfc="none", mec="#3fb950", mew=2)
         axes.set(xticks=[], yticks=[])
-
-
-def _shortened(label: str) -> str:
-    return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
 
 
 def _figure(width: float, height: float) -> Any:

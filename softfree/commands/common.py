@@ -46,7 +46,6 @@ def check_choices(option: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def check_positive(option: str, value: float) -> None:
-    """Refuse what is not above 0."""
     if not value > 0:
         raise ValueError(f"{option} must be above 0, got {value:g}")
 
@@ -187,11 +186,9 @@ class Report:
         records: Sequence[Mapping[str, object]] | None = None,
         extra: Mapping[str, object] = {},
     ) -> None:
-        """Print measured rows as a table, and how to read it; write them to CSV and plot, if asked for.
+        """Print measured rows as :func:`print_rows` does, and how to read them; write CSV and plot, if asked for.
 
         Args:
-            rows: objects that have the figures as attributes, or whatever ``columns`` can read.
-            columns, section: see :func:`print_rows`.
             draw: makes the plot, given its title.
             records: the rows of the CSV; otherwise the attributes of ``rows``.
             extra: what every row of the CSV has besides.

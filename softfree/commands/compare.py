@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 from softfree.analysis import count_macs, count_parameters
@@ -41,14 +39,12 @@ from softfree.training.longrange import (
     RECIPES,
     TEST_RESULT,
     LongRange,
-    LongRangeDataSettings,
     LongRangeSettings,
-    SequenceModelSettings,
     build_encoder,
     load_data,
     model_arguments,
 )
-from softfree.training.settings import OptimSettings, RunSettings, settings_to_json
+from softfree.training.settings import settings_to_json
 
 # Table 12 of the SOFT papers: accuracy on the test samples, in percent.
 PAPER = {
@@ -62,10 +58,9 @@ PAPER = {
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareSettings:
+class CompareSettings(LongRangeSettings):
     """Settings of `softfree compare`."""
 
-    recipe: Annotated[str, tyro.conf.Suppress] = ""
     attentions: tuple[str, ...] = ATTENTIONS
     """among soft, softpp, softmax, linformer, performer, nystromformer, reformer"""
     train: bool = True
@@ -76,10 +71,6 @@ class CompareSettings:
     """write the figures to this file, with date, device and versions in every row"""
     plot: Path | None = None
     """draw accuracy, speed and memory into this file (.png, .pdf or .svg)"""
-    data: LongRangeDataSettings = dataclasses.field(default_factory=LongRangeDataSettings)
-    model: SequenceModelSettings = dataclasses.field(default_factory=SequenceModelSettings)
-    optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
-    run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
 # Of training and inference; in the table all but the memory of inference.

@@ -112,9 +112,8 @@ def race(console: Console, device: torch.device, sides: Sequence[int]) -> None:
             shape = Shape(HEADS, tokens, HEAD_DIM, LANDMARKS)
             inputs = Inputs.draw(shape, torch.float32, device)
             soft = run(partial(attend, "softpp", "auto", inputs), device)
-            expected = 0.0
-            if rows:
-                expected = (rows[-1][2].seconds or 0.0) * (tokens / rows[-1][0]) ** 2
+            before = (rows[-1][2].seconds or 0.0) / rows[-1][0] ** 2 if rows else 0.0
+            expected = before * tokens**2
             softmax = Measured(expected)
             if expected <= SLOWEST:
                 report(f"{tokens:,} tokens: softmax attention (about {expected:.0f} s)")
@@ -159,11 +158,11 @@ def print_race(
             format_bytes(softmax.extra_bytes),
         )
     console.print(table)
-    longest, shortest = rows[-1][0], rows[0][0]
+    longest = rows[-1][0]
     if len(rows) > 1:
         ours, theirs = (last / first for first, last in zip(times[0], times[-1], strict=True))
         console.print(
-            f"{longest // shortest} times the tokens took {ours:.0f} times "
+            f"{longest // rows[0][0]} times the tokens took {ours:.0f} times "
             f"the time without softmax,\n{theirs:,.0f} times with it."
         )
     if rows[-1][2].extra_bytes is None:

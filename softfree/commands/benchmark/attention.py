@@ -2,20 +2,7 @@
 
 from collections.abc import Sequence
 
-from softfree.analysis import copy_bandwidth
-from softfree.analysis.attention_cost import (
-    DTYPES,
-    LAYERS,
-    LENGTHS,
-    OPERATORS,
-    Cost,
-    LayerMemory,
-    Shape,
-    draw_memory,
-    draw_times,
-    measure_costs,
-    measure_layer_memory,
-)
+from softfree.analysis import attention_cost, copy_bandwidth
 from softfree.commands.common import (
     REPORT,
     Columns,
@@ -46,7 +33,7 @@ def attention(
     head_dim: int = 32,
     landmarks: int = 49,
     dtype: str = "auto",
-    attentions: tuple[str, ...] = OPERATORS,
+    attentions: tuple[str, ...] = attention_cost.OPERATORS,
     backends: tuple[str, ...] = ("auto",),
     backward: bool = True,
     seconds: float = 0.5,
@@ -69,7 +56,7 @@ def attention(
         seconds: time for each figure.
     """
     where = report.check()
-    check_choices("--attentions", attentions, OPERATORS)
+    check_choices("--attentions", attentions, attention_cost.OPERATORS)
     check_choices("--backends", backends, BACKENDS)
     chosen = choose_dtype(dtype, where.type)
     check_positive("--seconds", seconds)
@@ -78,7 +65,7 @@ def attention(
     with progress() as say:
         say("measuring the memory's speed with a large copy")
         bandwidth = copy_bandwidth(where)
-        costs = measure_costs(
+        costs = attention_cost.measure_costs(
             shapes, list(dict.fromkeys(attentions)), list(dict.fromkeys(backends)), chosen, where,
             bandwidth=bandwidth, backward=backward, seconds=seconds, report=say,
         )  # fmt: skip
@@ -87,7 +74,7 @@ def attention(
         costs,
         cost_columns(where.type == "cuda", backward),
         legend(costs, where.type == "cuda", bandwidth, backward),
-        lambda title: draw_times(costs, title),
+        lambda title: attention_cost.draw_times(costs, title),
         section=lambda cost: f"{cost.batch_heads:,} x {cost.tokens:,}",
     )
     return int(any(cost.faulty for cost in costs))
@@ -95,7 +82,7 @@ def attention(
 
 def pair_shapes(
     tokens: Sequence[int], heads: Sequence[int], dim: int, landmarks: int, device: str
-) -> list[Shape]:
+) -> list[attention_cost.Shape]:
     """The shapes that the options ask for, checked, in the order given."""
     if not tokens:
         tokens, preset = zip(*DEFAULTS[device].items(), strict=True)
@@ -115,7 +102,7 @@ def pair_shapes(
         raise ValueError(
             f"--tokens must be at least the number of landmarks, {landmarks}, got {min(tokens)}"
         )
-    return [Shape(h, n, dim, landmarks) for h, n in zip(heads, tokens, strict=True)]
+    return [attention_cost.Shape(h, n, dim, landmarks) for h, n in zip(heads, tokens, strict=True)]
 
 
 def cost_columns(gpu: bool, backward: bool) -> Columns:
@@ -135,7 +122,9 @@ def cost_columns(gpu: bool, backward: bool) -> Columns:
     }
 
 
-def legend(costs: Sequence[Cost], gpu: bool, bandwidth: float, backward: bool) -> str:
+def legend(
+    costs: Sequence[attention_cost.Cost], gpu: bool, bandwidth: float, backward: bool
+) -> str:
     """How to read the table."""
     errors = [cost.error for cost in costs if cost.error is not None and not cost.faulty]
     checked = "Checked first, against the float64 reference: errors up to {:.1e}.\n"
@@ -153,8 +142,8 @@ def legend(costs: Sequence[Cost], gpu: bool, bandwidth: float, backward: bool) -
 
 
 def memory(
-    attentions: tuple[str, ...] = LAYERS,
-    tokens: tuple[int, ...] = LENGTHS,
+    attentions: tuple[str, ...] = attention_cost.LAYERS,
+    tokens: tuple[int, ...] = attention_cost.LENGTHS,
     batch_size: int = 1,
     dim: int | None = None,
     num_heads: int | None = None,
@@ -175,7 +164,7 @@ def memory(
         dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
     """
     where = report.check()
-    check_choices("--attentions", attentions, LAYERS)
+    check_choices("--attentions", attentions, attention_cost.LAYERS)
     if not tokens:
         raise ValueError("--tokens needs at least one number")
     channels, count = (
@@ -192,8 +181,8 @@ def memory(
         for name in names:
             for length in lengths:
                 say(f"{name}: {length} tokens")
-                row = LayerMemory(name, length, batch_size, channels, count, chosen)
-                rows.append(measure_layer_memory(row, where))
+                row = attention_cost.LayerMemory(name, length, batch_size, channels, count, chosen)
+                rows.append(attention_cost.measure_layer_memory(row, where))
     found = {(row.attention, row.tokens): digits(row.forward_backward_mib) for row in rows}
     cells: Columns = {f"{n:,}": lambda name, n=n: found[name, n] for n in lengths}  # type: ignore[misc]
     report.publish(
@@ -202,7 +191,7 @@ def memory(
         {"tokens": str, **cells},
         "MiB: the most that forward and backward held at once beyond weights and input;\n"
         "a dash where memory ran out. The CSV has the forward pass alone, too.",
-        lambda title: draw_memory(rows, title),
+        lambda title: attention_cost.draw_memory(rows, title),
         records=[vars(row) for row in rows],
     )
     return 0
@@ -211,5 +200,5 @@ def memory(
 def choose_dtype(dtype: str, device: str) -> str:
     """A checked --dtype; "auto" is what suits the device."""
     chosen = DEFAULT_DTYPE[device] if dtype == "auto" else dtype
-    check_choices("--dtype", [chosen], DTYPES)
+    check_choices("--dtype", [chosen], attention_cost.DTYPES)
     return chosen

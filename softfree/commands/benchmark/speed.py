@@ -8,20 +8,8 @@ import timm
 import torch
 import tyro
 
+from softfree.analysis import speed
 from softfree.analysis.plots import LABELS
-from softfree.analysis.speed import (
-    KINDS,
-    OBJECTS,
-    OPTIMIZERS,
-    PARTS,
-    DetectorConditions,
-    ModelConditions,
-    draw_speeds,
-    measure_model,
-    measure_with_detector,
-    new_row,
-    relate_to_first,
-)
 from softfree.commands.common import (
     REPORT,
     Columns,
@@ -39,7 +27,7 @@ from softfree.training.classification import parse_model_kwargs
 from softfree.training.detection import DETECTORS
 from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
 
-CONDITIONS = ModelConditions()
+CONDITIONS = speed.ModelConditions()
 # As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
 IMAGE_ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "soft", "softpp")
 GIB = "GiB: the most that was held at once, weights and images included."
@@ -51,7 +39,7 @@ def model(
     /,
     bench: str = "both",
     seconds: float = 3.0,
-    conditions: ModelConditions = CONDITIONS,
+    conditions: speed.ModelConditions = CONDITIONS,
     report: Report = REPORT,
 ) -> int:
     """Throughput and memory of models, ours and any of timm's, in one run, untrained.
@@ -65,13 +53,13 @@ def model(
     """
     where = report.check()
     check_names(names)
-    check_choices("--bench", [bench], (*KINDS, "both"))
+    check_choices("--bench", [bench], (*speed.KINDS, "both"))
     check_positive("--seconds", seconds)
     conditions = check_conditions(conditions, where)
-    kinds = {kind: word for kind, word in KINDS.items() if bench in (kind, "both")}
+    kinds = {kind: word for kind, word in speed.KINDS.items() if bench in (kind, "both")}
     with progress() as say:
         rows = [
-            measure_model(name, conditions, where, kinds=kinds, seconds=seconds, report=say)
+            speed.measure_model(name, conditions, where, kinds=kinds, seconds=seconds, report=say)
             for name in dict.fromkeys(names)
         ]
     publish_models(report, "Models", "model", rows, conditions, kinds)
@@ -83,7 +71,7 @@ def throughput(
     model: str = "softpp_tiny",
     model_kwargs: tuple[str, ...] = (),
     seconds: float = 3.0,
-    conditions: ModelConditions = CONDITIONS,
+    conditions: speed.ModelConditions = CONDITIONS,
     report: Report = REPORT,
 ) -> int:
     """Parameters, multiply-adds, throughput and memory of every attention in one backbone (Table 2).
@@ -116,7 +104,7 @@ def throughput(
     rows = []
     with progress() as say:
         for name in dict.fromkeys(attentions):
-            row = measure_model(
+            row = speed.measure_model(
                 model,
                 conditions,
                 where,
@@ -128,7 +116,9 @@ def throughput(
             row.model = name
             rows.append(row)
     title, extra = f"Attentions in {model}", {"model_kwargs": " ".join(model_kwargs)}
-    publish_models(report, title, "attention", rows, conditions, KINDS, {"model": model}, extra)
+    publish_models(
+        report, title, "attention", rows, conditions, speed.KINDS, {"model": model}, extra
+    )
     return 0
 
 
@@ -137,13 +127,13 @@ def publish_models(
     title: str,
     first: str,
     rows: Sequence[Any],
-    conditions: ModelConditions,
+    conditions: speed.ModelConditions,
     kinds: Mapping[str, str],
     before: Mapping[str, str] = {},
     after: Mapping[str, str] = {},
 ) -> None:
     """Table, CSV and plot of classifiers, named in the column ``first``; the CSV has ``before`` and ``after``, too."""
-    relate_to_first(rows, kinds)
+    speed.relate_to_first(rows, kinds)
     modes = {
         "channels last": conditions.channels_last,
         "compiled": conditions.torchcompile,
@@ -166,7 +156,7 @@ def publish_models(
         (step if "train" in kinds else "")
         + f"ratio: images per second over those of {rows[0].model}.\n{GIB}\n"
         f"GMACs: billions of multiply-adds for one image of {conditions.img_size}².",
-        lambda title: draw_speeds(
+        lambda title: speed.draw_speeds(
             rows, [LABELS.get(row.model, row.model) for row in rows], kinds, title
         ),
         records=[{first: row.model, **vars(row), **before} for row in rows],
@@ -218,7 +208,7 @@ def detector(
     if not landmarks:
         raise ValueError(f"--landmarks needs a value, e.g. {FIXED_LANDMARKS}")
     kwargs = parse_model_kwargs(model_kwargs)
-    conditions = DetectorConditions(
+    conditions = speed.DetectorConditions(
         detector, batch_size, *img_size, amp, channels_last, " ".join(model_kwargs), cuda_graph
     )
     if where.type == "cuda":
@@ -229,13 +219,13 @@ def detector(
             takes_landmarks = "landmarks" in backbone_arguments(name)
             for choice in dict.fromkeys(landmarks) if takes_landmarks else ("",):
                 counts: Any = {"backbone_parameters": 0, "detector_parameters": 0}
-                row = new_row(PARTS, backbone=name, landmarks=choice, **counts)
+                row = speed.new_row(speed.PARTS, backbone=name, landmarks=choice, **counts)
                 rows.append(row)
                 arguments: dict[str, Any] = {"landmarks": choice} if takes_landmarks else {}
-                measure_with_detector(
+                speed.measure_with_detector(
                     row, kwargs | arguments, conditions, where, seconds=seconds, report=say
                 )
-    relate_to_first(rows, PARTS)
+    speed.relate_to_first(rows, speed.PARTS)
     labels = [f"{row.backbone} {row.landmarks}".strip() for row in rows]
     title = f"Backbones in training: batch {batch_size}, {' x '.join(map(str, img_size))}"
     title += f", {precision(amp)}, eager" + (", channels last" if channels_last else "")
@@ -246,21 +236,23 @@ def detector(
         {
             "backbone": lambda row: labels[rows.index(row)],
             "params\nM": lambda row: f"{row.detector_parameters / 1e6:.1f}",
-            **speed_columns(PARTS),
+            **speed_columns(speed.PARTS),
         },
         "params: of the whole detector.\n"
         "alone: the backbone's forward and backward through its four maps.\n"
-        f"step: {detector}'s forward, losses of {OBJECTS} objects per picture, backward and AdamW's step.\n"
+        f"step: {detector}'s forward, losses of {speed.OBJECTS} objects per picture, backward and AdamW's step.\n"
         f"ratio: images per second over those of {labels[0]}.\n{GIB}",
-        lambda title: draw_speeds(rows, labels, PARTS, title),
+        lambda title: speed.draw_speeds(rows, labels, speed.PARTS, title),
         extra=dataclasses.asdict(conditions),
     )
     return 0
 
 
-def check_conditions(conditions: ModelConditions, device: torch.device) -> ModelConditions:
+def check_conditions(
+    conditions: speed.ModelConditions, device: torch.device
+) -> speed.ModelConditions:
     """Refuse conditions that can't be; otherwise what they are on this device."""
-    check_choices("--opt", [conditions.opt], OPTIMIZERS)
+    check_choices("--opt", [conditions.opt], speed.OPTIMIZERS)
     conditions = conditions.on(device)
     check_img_size(conditions.img_size)
     check_run(conditions.images, conditions.amp_dtype, conditions.cuda_graph, device)
