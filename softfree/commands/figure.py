@@ -126,7 +126,7 @@ def convergence(
     iterations: int = 35,
     img_size: int | None = None,
     output: Path = Path("convergence.png"),
-    of: OneSubject = SUBJECT,
+    target: OneSubject = SUBJECT,
 ) -> int:
     """Draw how fast the Newton iteration converges, per stage: mean, and band from least to greatest (Fig. 5).
 
@@ -142,7 +142,7 @@ def convergence(
     for option, value in (("--images", images), ("--iterations", iterations)):
         check_positive(option, value)
     paths = None if data_dir is None else find_photos(data_dir, images)
-    subject = of.load()
+    subject = target.load()
     count = min(DRAWN, images) if paths is None else len(paths)
     pictures = drawn_parts(count) if paths is None else map(load_photo, paths)
     views = (subject.look(picture, img_size).pixels for picture in pictures)
@@ -185,7 +185,7 @@ def spectrum(
     /,
     img_size: tuple[int, ...] = (),
     output: Path = Path("spectrum.png"),
-    of: OneSubject = SUBJECT,
+    target: OneSubject = SUBJECT,
 ) -> int:
     """Draw the eigenvalues of A, and the spectral norm with and without normalisation against m (Fig. 6).
 
@@ -201,7 +201,7 @@ def spectrum(
     if len(img_size) == 1:
         raise ValueError(f"--img-size must be two or more, got {img_size[0]}")
     picture = load_photo(photo)
-    subject = of.load()
+    subject = target.load()
     first = img_size[0] if img_size else None
     captured = capture_attention(subject.model, subject.look(picture, first).pixels)
     if not captured.soft_layers:

@@ -32,7 +32,7 @@ def inspect(
     /,
     img_size: int | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
-    of: OneSubject = SUBJECT,
+    target: OneSubject = SUBJECT,
 ) -> int:
     """Print a table of the layers, and what deserves attention.
 
@@ -43,7 +43,7 @@ def inspect(
     """
     check_img_size(img_size)
     picture = load_photo(photo)
-    subject = of.load()
+    subject = target.load()
     seen = subject.look(picture, img_size)
     rows = examine(subject.model, seen.pixels)
     if as_json:
