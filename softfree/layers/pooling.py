@@ -30,7 +30,12 @@ def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, int], count: int)
     """(batch, heads, rows * columns, d) pooled to at most ``count``, masked ones (batch, tokens) left out."""
     rows, columns = grid
     known = isinstance(rows, int) and isinstance(columns, int)
-    target = (math.isqrt(count), count // math.isqrt(count))
+    side = math.isqrt(count)
+    target = (side, count // side)
+    if torch.jit.is_tracing():
+        # Whether there is one row, as _target asks, is for the program to find out.
+        single: Any = torch.as_tensor(rows == 1).long()
+        target = (side + single * (1 - side), target[1] + single * (count - target[1]))
     if known:
         target = _target(grid, count)
         if target == grid:

@@ -472,10 +472,11 @@ def test_torchscript_is_refused_in_one_sentence(name):
         ("softpp_tiny", dict(attention="nystromformer")),
     ],
 )
-def test_a_traced_model_serves_any_size_that_an_exported_one_does(name, kwargs):
+def test_a_traced_model_serves_other_sizes(name, kwargs):
     model = small(name, **kwargs).eval()
     with torch.no_grad():
         traced = torch.jit.trace(model, image(64, 64), check_trace=False)
-        for size in [(64, 64), (97, 65), (33, 160)]:
+        # The last map of the last one is one row high.
+        for size in [(64, 64), (97, 65), (33, 160), (32, 160)]:
             x = image(*size, batch=3)
             torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
