@@ -64,14 +64,13 @@ def windows(tokens: Tensor, size: tuple[int, int], window: tuple[int, int]) -> T
     (height, width), (down, across) = size, window
     if down == 1 and across == 1:
         return tokens[:, :, :, None]
-    batch, heads, _, channels = tokens.shape
-    rows, columns = window_grid(size, window)
     tokens = tokens.unflatten(2, (height, width))
     if cross_the_border(size, window):
-        below, right = rows * down - height, columns * across - width
-        tokens = F.pad(tokens, (0, 0, 0, right, 0, below))
-    tokens = tokens.reshape(batch, heads, rows, down, columns, across, channels).transpose(3, 4)
-    return tokens.reshape(batch, heads, rows * columns, down * across, channels)
+        rows, columns = window_grid(size, window)
+        tokens = F.pad(tokens, (0, 0, 0, columns * across - width, 0, rows * down - height))
+    # Not by a reshape, from which torch.export would conclude that images consist of whole windows.
+    tokens = tokens.unfold(2, down, down).unfold(3, across, across)
+    return tokens.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(2, 3)
 
 
 def window_grid(size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
