@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from softfree.ops.attention.kernels import launch
-from softfree.ops.attention.settings import AttentionSettings, Inputs
+from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.norm import operator as norm
 from softfree.ops.shared import devices, sums
@@ -155,8 +155,12 @@ def compile_call(architecture: int = 90, **settings) -> None:
     masks = (torch.ones(2, n, dtype=torch.bool), torch.ones(2, m, dtype=torch.bool))
     masks = masks if masked else (None, None)
     inputs = Inputs(q, k, v, landmarks, *masks)
-    _, *kept = launch.forward(inputs, AttentionSettings(0.2))
-    launch.backward(v, inputs, *kept, AttentionSettings(0.2))
+    inverse = InverseSettings()
+    if settings.get("inverse") == "solve":
+        inverse = InverseSettings.solve(None, 2)
+    attention = AttentionSettings(0.2, inverse=inverse)
+    _, *kept = launch.forward(inputs, attention)
+    launch.backward(v, inputs, *kept, attention)
 
 
 def main() -> None:

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 import softfree
+from softfree.ops.attention import mixing
+from softfree.ops.attention.reference import gaussian_kernel
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 
 # A relative error below this needs no comparison: a few roundings of float32, whichever order sums are taken in.
 FLOOR = 4e-6
@@ -91,25 +94,58 @@ def arguments(case: Case, device: str) -> dict[str, Tensor | None]:
 def results(
     case: Case, tensors: dict[str, Tensor | None], dtype: torch.dtype, backend: str
 ) -> dict[str, Tensor]:
-    """The result and all gradients at inputs of ``dtype``."""
+    """The result and all gradients at inputs of ``dtype``; backend "plain" is :func:`plain_attention`."""
     inputs = {
         name: tensors[name].to(dtype).detach().requires_grad_()
         for name in ("q", "v", "landmarks", "k")
         if tensors[name] is not None
     }
-    x = softfree.soft_attention(
-        **inputs,
-        key_mask=tensors["key_mask"],
-        landmark_mask=tensors["landmark_mask"],
-        normalize=case.normalize,
-        start=case.start,
-        ridge=case.ridge,
-        iterations=case.iterations,
-        inverse=case.inverse,
-        backend=backend,
-    )
+    masks = {name: tensors[name] for name in ("key_mask", "landmark_mask")}
+    if backend == "plain":
+        x = plain_attention(case, **inputs, **masks)
+    else:
+        x = softfree.soft_attention(
+            **inputs,
+            **masks,
+            normalize=case.normalize,
+            start=case.start,
+            ridge=case.ridge,
+            iterations=case.iterations,
+            inverse=case.inverse,
+            backend=backend,
+        )
     gradients = torch.autograd.grad(x, list(inputs.values()), tensors["grad"].to(dtype))
     return {"x": x.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+
+def plain_attention(
+    case: Case,
+    q: Tensor,
+    v: Tensor,
+    landmarks: Tensor,
+    k: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    landmark_mask: Tensor | None = None,
+) -> Tensor:
+    """The formula as one would write it in PyTorch: what is as large as the tokens in their dtype, the rest in float32."""
+    scale, dtype = q.shape[-1] ** -0.5, q.dtype
+    if landmark_mask is not None:
+        landmarks = torch.where(landmark_mask[:, None, :, None], landmarks, 0)
+    r = gaussian_kernel(q.float(), landmarks.float(), scale).to(dtype)
+    p = r if k is None else gaussian_kernel(k.float(), landmarks.float(), scale).to(dtype)
+    if landmark_mask is not None:
+        r, p = (torch.where(landmark_mask[:, None, None, :], t, 0) for t in (r, p))
+    if key_mask is not None:
+        p, v = (torch.where(key_mask[:, None, :, None], t, 0) for t in (p, v))
+    inverse = InverseSettings.of(case.inverse, case.iterations, case.start, case.ridge, 2)
+    settings = AttentionSettings(scale, case.normalize, inverse)
+    a = mixing.landmark_matrix(landmarks.float(), landmark_mask, scale)
+    if case.inverse == "solve":
+        kept = torch.linalg.cholesky(a + case.ridge * torch.eye(case.m, device=a.device))
+    else:
+        kept = softfree.newton_inverse(a, case.iterations, start=case.start, ridge=case.ridge)
+    w = mixing.mix((p.mT @ v).float(), a, kept, settings).to(dtype)
+    return r @ w
 
 
 def errors(case: Case, dtype: torch.dtype, device: str) -> dict[str, tuple[float, float]]:
@@ -123,7 +159,7 @@ def errors(case: Case, dtype: torch.dtype, device: str) -> dict[str, tuple[float
         for name, t in tensors.items()
     }
     expected = results(case, rounded, torch.float64, "reference")
-    plain = results(case, rounded, dtype, "reference")
+    plain = results(case, rounded, dtype, "plain")
     if case.landmark_mask:  # the kernels must not look at a landmark that takes no part
         absent = ~rounded["landmark_mask"][:, None, :, None]
         rounded["landmarks"] = rounded["landmarks"].masked_fill(absent, float("nan"))

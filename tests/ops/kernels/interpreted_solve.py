@@ -15,11 +15,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from softfree.ops.attention.kernels.solve import (
-    landmark_gradient_kernel,
-    solve_backward_kernel,
-    solve_kernel,
-)
+from softfree.ops.attention.kernels.launch import FACTOR_TILE
+from softfree.ops.attention.kernels.mixing import mixing_backward_kernel
+from softfree.ops.attention.kernels.solve import factor_kernel, solve_kernel
 from softfree.ops.shared.shapes import block
 
 RIDGES = {1: 0.01, 2: 0.1}
@@ -105,39 +103,27 @@ def errors(kind: str, shape: tuple, dtype: torch.dtype, order: int, normalize: b
         return (spread.unflatten(1, (parts, -1)).mT @ values).float()
 
     u, grad_w = parts_of(u_parts), parts_of(dw_parts)
-    tile = 16 if m <= 64 else 32
-    count = -(-m // tile)
-    block_c = min(32, block(d_v))
-    common = dict(
-        COUNT=count, TILE=tile, BLOCK_D=block(d), HAS_LANDMARK_MASK=masked, NORMALIZE=normalize,
-        ORDER=order, FLOAT32=dtype == torch.float32, PARTS=2,
-    )  # fmt: skip
-    factor, w = nan(heads, m * (m + 1) // 2), nan(heads, m, d_v)
+    tile, _ = FACTOR_TILE[m > 64]
+    bytes_of_mask = mask.view(torch.uint8)
+    shared = dict(BLOCK_D=block(d), HAS_LANDMARK_MASK=masked, FLOAT32=dtype == torch.float32)
+    mixing = dict(BLOCK_M=block(m), BLOCK_C=block(d_v), PARTS=2, NORMALIZE=normalize, ORDER=order)
+    factor, w = nan(heads, m * (m + 3) // 2), nan(heads, m, d_v)
     kept = nan(heads, m, d_v)
-    solve_kernel[(heads,)](
-        landmarks, mask.view(torch.uint8), u, factor, kept, w,
-        heads, m, d, d_v, u_parts, scale, ridge,
-        BLOCK_C=block_c, CHUNKS=-(-d_v // block_c), KEEP=True, EARLY=False, **common,
+    factor_kernel[(heads,)](
+        landmarks, bytes_of_mask, factor, heads, m, d, scale, ridge,
+        COUNT=-(-m // tile), TILE=tile, NORMALIZE=normalize, **shared,
     )  # fmt: skip
+    solve_kernel[(heads,)](u, factor, kept, w, m, d_v, u_parts, ridge, KEEP=True, **mixing)
     w_again, du, dl = nan(heads, m, d_v), nan(heads, m, d_v), nan(heads, 2, m, d)
     done = torch.full((heads, 1), 7, dtype=torch.int32)
-    chunks = -(-d_v // block_c)
-    rows_kept = nan(heads, count * tile + 2)
-    scratch = nan(heads, chunks, 4, 2, count * tile, block_c).half()
-    solve_backward_kernel[(heads,)](
-        landmarks, mask.view(torch.uint8), u, grad_w, factor, scratch, rows_kept, w_again, du, done,
-        heads, m, d, d_v, u_parts, dw_parts, 1, scale, ridge,
-        BLOCK_C=block_c, CHUNKS=chunks, **common,
-    )  # fmt: skip
-    shared = {name: common[name] for name in common if name not in ("PARTS", "NORMALIZE")}
-    landmark_gradient_kernel[(heads,)](
-        landmarks, mask.view(torch.uint8), scratch, rows_kept, dl, heads, m, d, 2, scale,
-        BLOCK_C=block_c, CHUNKS=chunks, **shared,
+    mixing_backward_kernel[(heads,)](
+        landmarks, bytes_of_mask, u, grad_w, factor, w_again, du, dl, done,
+        heads, m, d, d_v, u_parts, dw_parts, 2, 1, scale, ridge, **mixing, **shared,
     )  # fmt: skip
     assert (done == 0).all()
     lower = torch.zeros(heads, m, m)
     rows, columns = torch.tril_indices(m, m)
-    lower[:, rows, columns] = factor
+    lower[:, rows, columns] = factor[:, : m * (m + 1) // 2]
     assert relative(kept, u.sum(1).double()) < 1e-6
     worst: dict[str, list[float]] = {}
     for head in range(heads):

@@ -90,6 +90,20 @@ def test_kernels_compile_and_fit_the_chip(architecture):
 
 
 @pytest.mark.slow
+def test_kernels_of_a_solve_compile_and_fit_the_chip():
+    calls = [
+        dict(architecture=architecture, n=3136, m=m, d=32, masked=True, inverse="solve")
+        for architecture, m in ((80, 49), (90, 49), (90, 100))
+    ]
+    for call, kernels in compiled(calls):
+        assert {"factor_kernel", "solve_kernel", "mixing_backward_kernel"} < names(kernels), call
+        for kernel in kernels:
+            assert kernel["shared"] <= 163 * 1024, (call, kernel)
+            if kernel["name"] == "factor_kernel" and call["m"] == 49:
+                assert kernel["spilled"] == 0, (call, kernel)
+
+
+@pytest.mark.slow
 def test_float32_fits_every_gpu_since_ampere():
     common = dict(architecture=80, m=64, d=32, dtype="float32")
     for call, kernels in compiled([common | dict(n=196), common | dict(n=3136)]):

@@ -103,7 +103,7 @@ def product(b_a, b_b, PRECISION: tl.constexpr):
     """``a @ b`` with ``a`` float32, in ``b``'s precision where that is bfloat16."""
     if b_b.dtype == tl.bfloat16:
         return tl.dot(b_a.to(tl.bfloat16), b_b)
-    return tl.dot(b_a, b_b.to(tl.float32), input_precision=PRECISION)
+    return tl.dot(for_tf32(b_a, PRECISION), b_b.to(tl.float32), input_precision=PRECISION)
 
 
 @triton.jit
@@ -113,7 +113,16 @@ def exact_product(b_a, b_b, PRECISION: tl.constexpr):
         b_high = cut_to_bfloat16(b_a, 0)
         b_low = (b_a - b_high).to(tl.bfloat16)
         return tl.dot(b_high.to(tl.bfloat16), b_b, tl.dot(b_low, b_b))
-    return tl.dot(b_a, b_b.to(tl.float32), input_precision=PRECISION)
+    return tl.dot(for_tf32(b_a, PRECISION), b_b.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def for_tf32(b_x, PRECISION: tl.constexpr):
+    """float32 rounded to the 10 bits that a single TF32 product reads: left to itself it cuts the others off."""
+    if PRECISION == "tf32":
+        b_bits = (b_x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
+        b_x = b_bits.to(tl.float32, bitcast=True)
+    return b_x
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Backend ``"triton"``: which kernel runs, on which blocks, in how many programs.
 
-Forward, long inputs: collect (U = P V, in parts), mixing (inverse, W = Y' U), spread (X = R W).
+Forward, long inputs: collect (U = P V, in parts), mixing (inverse, W = Y' U) or factor and solve, spread (X = R W).
 Backward: collect (dW = R^T G and, of few tokens, U again, in parts), mixing_backward (W, dU, the inverse's part of dL),
 spread_backward (dQ, dK, dV, dL). Short inputs: one kernel each way. Landmarks that do not fit a program go
 tile by tile, and the backward then takes two passes more: spread_tiled_backward (dQ, dV; again for keys of
@@ -25,6 +25,7 @@ from softfree.ops.attention.kernels.mixing import (
     newton_split_kernel,
 )
 from softfree.ops.attention.kernels.short import short_backward_kernel, short_forward_kernel
+from softfree.ops.attention.kernels.solve import factor_kernel, solve_kernel
 from softfree.ops.attention.kernels.tiled import spread_tiled_backward_kernel, spread_tiled_kernel
 from softfree.ops.attention.kernels.tokens import (
     collect_kernel,
@@ -42,6 +43,8 @@ MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
 MAX_LANDMARKS_IN_REGISTERS = 64  # of the inverse
 MAX_LANDMARKS_AT_ONCE = 128  # in a program of a token pass; more spill its registers
 LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
+# Of the factorisation: landmarks of a tile and warps, for up to 64 landmarks and beyond.
+FACTOR_TILE = ((16, 1), (32, 4))
 MAX_SPLIT_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
 # One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
 # With more heads the token passes of their own keep more programs on a processor. One launch does not keep U, so
@@ -149,10 +152,13 @@ def _fused(landmarks: int, hopper: bool) -> bool:
 
 
 def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, ...]:
-    """Of what :func:`forward` keeps of the inverse: where one program makes it, its lower triangle alone."""
+    """Of what :func:`forward` keeps of the inverse.
+
+    Where one program makes it that is a lower triangle, and of a solve also the normalisation.
+    """
     batch, heads, m, _ = landmarks.shape
-    if _fused(m, devices.is_hopper(landmarks.device)) and settings.inverse.method == "newton":
-        return batch, heads, m * (m + 1) // 2
+    if _fused(m, devices.is_hopper(landmarks.device)):
+        return batch, heads, m * (m + (1 if settings.inverse.method == "newton" else 3)) // 2
     return batch, heads, m, m
 
 
@@ -242,8 +248,9 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
         )  # fmt: skip
         return x, inverse, u
     _, parts = _collect(call, keys, None, v)
-    if call.newton and shape.fused:
-        w = _mix(call, parts, inverse, u)
+    if shape.fused:
+        mix = _mix if call.newton else _solve
+        w = mix(call, parts, inverse, u)
     else:
         sums = _sum(parts, shape)
         u = sums if u.numel() > 0 else u
@@ -301,12 +308,13 @@ def backward(
     dl_parts = stretches + key_stretches
     dl = _float32(q, shape.rows, 1 + dl_parts, shape.m, shape.d)
     done = torch.empty((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
-    if call.newton and shape.fused:
+    if shape.fused:
         w, du = (_float32(q, shape.rows, shape.m, shape.d_v) for _ in range(2))
         parts = u_parts.shape[1], dw_parts.shape[1]
         mixing_backward_kernel[(shape.rows,)](
             landmarks, call.landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done,
-            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles, call.scale,
+            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles,
+            call.scale, settings.inverse.ridge, ORDER=0 if call.newton else settings.inverse.order,
             PARTS=_parts_at_once(max(parts), shape.block_m, shape.block_c),
             NORMALIZE=settings.normalize, FLOAT32=call.flags["FLOAT32"], **call.blocks,
             num_warps=_tile("mixing_backward", shape).warps, **as_for_ampere(),
@@ -358,6 +366,28 @@ def _mix(call: _Call, parts: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
         FLOAT32=call.flags["FLOAT32"], KEEP=u.numel() > 0, NORMALIZE=settings.normalize,
         **call.blocks, **call.steps(), num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
+    )  # fmt: skip
+    return w
+
+
+def _solve(call: _Call, parts: Tensor, factor: Tensor, u: Tensor) -> Tensor:
+    """Write the inverse Cholesky factor and U, unless that is empty; return W = Y' U."""
+    shape, inverse = call.shape, call.settings.inverse
+    tile, warps = FACTOR_TILE[shape.block_m > 64]
+    factor_kernel[(shape.rows,)](
+        call.landmarks, call.landmark_mask, factor,
+        shape.heads, shape.m, shape.d, call.scale, inverse.ridge,
+        COUNT=tiles_of(shape.m, tile), TILE=tile, BLOCK_D=shape.block_d,
+        HAS_LANDMARK_MASK=call.has_landmark_mask, NORMALIZE=call.settings.normalize,
+        FLOAT32=call.flags["FLOAT32"], num_warps=warps,
+    )  # fmt: skip
+    w = _float32(parts, shape.rows, shape.m, shape.d_v)
+    solve_kernel[(shape.rows,)](
+        parts, factor, u, w, shape.m, shape.d_v, parts.shape[1], inverse.ridge,
+        BLOCK_M=shape.block_m, BLOCK_C=shape.block_c,
+        PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
+        NORMALIZE=call.settings.normalize, ORDER=inverse.order, KEEP=u.numel() > 0,
+        num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
     )  # fmt: skip
     return w
 

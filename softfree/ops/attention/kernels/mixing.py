@@ -6,6 +6,7 @@ import triton.language as tl
 from softfree.ops.attention import inverse
 from softfree.ops.attention.kernels.common import (
     LOW_SCALE,
+    largest,
     present_landmarks,
     scaled_product,
     split,
@@ -320,6 +321,13 @@ def load_triangle(p_in, m, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def load_lower(p_in, m, BLOCK_M: tl.constexpr):
+    """The lower triangle that :func:`store_triangle` would store, as it is: (M, M), 0 outside."""
+    offs, mask = triangle(m, BLOCK_M)
+    return tl.load(p_in + offs, mask=mask, other=0.0)
+
+
+@triton.jit
 def triangle(m, BLOCK_M: tl.constexpr):
     """Where the entries of a lower triangle lie, and which of (M, M) these are."""
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -365,34 +373,77 @@ def mixing_kernel(
 
 
 @triton.jit
-def mixing_gradient(
-    b_a, b_y, b_u, b_dw, b_l, b_present, scale,
-    BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr,
-):  # fmt: skip
-    """W, dU (M, C) and the landmarks' gradient through Y' (M, D).
+def solve_by(b_high, b_low, b_x):
+    """``G x = M^T (M x)`` of M (M, M) split in two; x is at most 1/16, which keeps all within float16's range."""
+    b_y = product_of_split(b_high, b_low, b_x)
+    return product_of_split(tl.trans(b_high), tl.trans(b_low), b_y)
 
-    As ``softfree.ops.mixing.mixing_backward``, with left and right expressed by dU and W.
+
+@triton.jit
+def product_of_split(b_high, b_low, b_b):
+    """:func:`split_product` with its first block split already."""
+    b_b_high, b_b_low = split(b_b)
+    b_cross = tl.dot(b_low, b_b_high, tl.dot(b_high, b_b_low))
+    return tl.dot(b_high, b_b_high) + b_cross * (1.0 / LOW_SCALE)
+
+
+@triton.jit
+def mixing_gradient(
+    b_a, b_y, b_u, b_dw, b_l, b_present, scale, ridge,
+    BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """W, dU (M, C) and the landmarks' gradient through Y' (M, D); ``b_y`` is Y, or M of a solve of ``ORDER`` 1 or 2.
+
+    As ``softfree.ops.attention.mixing.mixing_backward``, for Newton's Y with left and right expressed by dU and W.
     """
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
-    b_mixing = mixing_matrix(b_y, b_root)
-    b_w = scaled_product(b_mixing, b_u)
-    b_du = scaled_product(tl.trans(b_mixing), b_dw)
-    b_da = -scaled_product(b_du, tl.trans(b_w)) / (b_root[:, None] * b_root[None, :])
+    if ORDER == 0:
+        b_mixing = mixing_matrix(b_y, b_root)
+        b_w = scaled_product(b_mixing, b_u)
+        b_du = scaled_product(tl.trans(b_mixing), b_dw)
+        b_da = -scaled_product(b_du, tl.trans(b_w)) / (b_root[:, None] * b_root[None, :])
+    else:
+        # See softfree.ops.attention.solve.solve_backward; U and dW at most 1/16 until the end.
+        u_size, dw_size = 16.0 * largest(b_u), 16.0 * largest(b_dw)
+        b_u *= 1.0 / u_size
+        b_dw *= 1.0 / dw_size
+        b_high, b_low = split(b_y)
+        b_x = b_root[:, None] * b_u
+        b_right = solve_by(b_high, b_low, b_x)
+        b_left = solve_by(b_high, b_low, b_root[:, None] * b_dw)
+        if ORDER == 2:
+            b_again = solve_by(b_high, b_low, ridge * b_left)
+            b_da = -split_product(b_again, tl.trans(b_right), True)
+            b_right = solve_by(b_high, b_low, b_x + ridge * b_right)
+            b_da -= split_product(b_left, tl.trans(b_right), True)
+            b_left += b_again
+        else:
+            b_da = -split_product(b_left, tl.trans(b_right), True)
+        b_w = b_root[:, None] * b_right
+        b_du = b_root[:, None] * b_left
     if NORMALIZE:
         b_through_rows = tl.sum(b_dw * b_w + b_u * b_du, 1)
         b_da += (-0.5 * b_root * b_root * b_through_rows)[:, None]
     b_e = scale * b_a * (b_da + tl.trans(b_da))
-    b_e = tl.where(b_present[:, None] & b_present[None, :], b_e, 0.0)
+    offs_m = tl.arange(0, BLOCK_M)
+    # A landmark's distance to itself is always 0; its part would cancel, but for rounding.
+    b_others = b_present[:, None] & b_present[None, :] & (offs_m[:, None] != offs_m[None, :])
+    b_e = tl.where(b_others, b_e, 0.0)
     b_dl = scaled_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
+    if ORDER > 0:
+        b_w *= u_size
+        b_du *= dw_size
+        b_dl *= u_size * dw_size
     return b_w, b_du, b_dl
 
 
 @triton.jit
 def mixing_backward_kernel(
     p_l, p_landmark_mask, p_u_parts, p_dw_parts, p_inverse, p_w, p_du, p_dl, p_done,
-    heads, m, d, d_v, u_parts, dw_parts, dl_parts, tiles, scale,
+    heads, m, d, d_v, u_parts, dw_parts, dl_parts, tiles, scale, ridge,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
-    HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
+    HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, ORDER: tl.constexpr,
+    FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads,). Reads the parts of U and dW; writes W, dU and, as part 0, the gradient of L.
 
@@ -403,7 +454,10 @@ def mixing_backward_kernel(
     p_landmark_mask += (head // heads) * m
     b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
     b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
+    if ORDER == 0:
+        b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
+    else:
+        b_y = load_lower(p_inverse + head * (m * (m + 3) // 2), m, BLOCK_M)
     p_u_parts += head * u_parts * m * d_v
     p_dw_parts += head * dw_parts * m * d_v
     b_u = sum_parts(p_u_parts, m, d_v, u_parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
@@ -411,7 +465,7 @@ def mixing_backward_kernel(
     b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
     b_l = tl.where(b_present[:, None], b_l, 0.0)
     b_w, b_du, b_dl = mixing_gradient(
-        b_a, b_y, b_u, b_dw, b_l, b_present, scale, BLOCK_M, NORMALIZE
+        b_a, b_y, b_u, b_dw, b_l, b_present, scale, ridge, BLOCK_M, NORMALIZE, ORDER
     )
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
     store_small(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C)

@@ -109,7 +109,7 @@ def short_backward_kernel(
     b_plain = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
     b_plain = tl.where(b_present[:, None], b_plain, 0.0)
     b_w, b_du, b_dl = mixing_gradient(
-        b_a, b_y, b_u, b_dw, b_plain, b_present, scale, BLOCK_M, NORMALIZE
+        b_a, b_y, b_u, b_dw, b_plain, b_present, scale, 0.0, BLOCK_M, NORMALIZE, 0
     )
     b_w = narrow(b_w, p_q)
     b_du = narrow(b_du, p_q)

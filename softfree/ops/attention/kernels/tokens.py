@@ -15,6 +15,7 @@ import triton.language as tl
 from softfree.ops.attention.kernels.common import (
     cut_to_bfloat16,
     exact_product,
+    for_tf32,
     kernel_of_landmarks,
     kernel_of_tokens,
     load_rows,
@@ -139,9 +140,11 @@ def spread_tokens(
 
 @triton.jit
 def narrow(b_small, p_like):
-    """W or dU in bfloat16 where the tokens are; float32 otherwise (float16 might overflow)."""
+    """What is as small as the landmarks, as the tokens' products take it."""
     if p_like.dtype.element_ty == tl.bfloat16:
         b_small = b_small.to(tl.bfloat16)
+    elif p_like.dtype.element_ty == tl.float16:
+        b_small = for_tf32(b_small, "tf32")  # float16's range may be too small for it
     return b_small
 
 
@@ -225,6 +228,8 @@ def token_gradient(b_e, b_t, b_l, PRECISION: tl.constexpr):
     """
     if b_l.dtype == tl.bfloat16:
         b_e = cut_to_bfloat16(b_e, 0x8000)
+    else:
+        b_e = for_tf32(b_e, PRECISION)
     return product(b_e, b_l, PRECISION) - tl.sum(b_e, 1)[:, None] * b_t.to(tl.float32)
 
 
