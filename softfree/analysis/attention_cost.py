@@ -18,8 +18,12 @@ from softfree.layers import ATTENTIONS, create_attention
 from softfree.layers.factory import SETTINGS
 from softfree.ops import soft_attention
 
-# Softpp first, as the tables have it.
-OURS = {name: SETTINGS[name] for name in ("softpp", "soft")}
+# Softpp first, as the tables have it; its settings are those of the papers, by Newton's iteration.
+OURS: dict[str, dict[str, Any]] = {
+    "softpp": SETTINGS["softpp"],
+    "softpp-solve": dict(normalize=True, inverse="solve"),
+    "soft": SETTINGS["soft"],
+}
 OPERATORS = (*OURS, "softmax")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Of the norm of the result and of each gradient; half precision rounds inputs, results and products.

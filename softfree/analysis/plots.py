@@ -9,6 +9,7 @@ from PIL import Image
 LABELS = {
     "soft": "SOFT",
     "softpp": "SOFT++",
+    "softpp-solve": "SOFT++, solved",
     "softmax": "softmax (fused)",
     "softmax-unfused": "softmax (whole matrix)",
     "linformer": "Linformer",

@@ -49,7 +49,7 @@ def test_attention_csv_has_every_figure_and_the_environment_in_every_row(tmp_pat
     assert [(row["tokens"], row["batch_heads"], row["attention"]) for row in rows] == [
         (tokens, heads, name)
         for tokens, heads in (("20", "1"), ("33", "2"))
-        for name in ("softpp", "soft", "softmax")
+        for name in ("softpp", "softpp-solve", "soft", "softmax")
     ]
     for row in rows:
         assert row.keys() >= MACHINE
@@ -102,7 +102,18 @@ def plant(monkeypatch, spoil):
 def test_a_wrong_attention_is_not_timed_and_gives_exit_code_1(spoil, monkeypatch, tmp_path, capsys):
     calls = plant(monkeypatch, spoil)
     path = tmp_path / "costs.csv"
-    arguments = ["attention", *TINY, "--backends", "torch", "--csv", str(path)]
+    arguments = [
+        "attention",
+        *TINY,
+        "--attentions",
+        "softpp",
+        "soft",
+        "softmax",
+        "--backends",
+        "torch",
+        "--csv",
+        str(path),
+    ]
     assert benchmark.main(arguments) == 1
     assert len(calls) == 2  # one check for each shape
     for row in read(path):
@@ -166,7 +177,10 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
     ("arguments", "message"),
     [
         (["attention", "--device", "tpu"], "--device must be 'auto', 'cuda' or 'cpu', got 'tpu'"),
-        (["attention", "--attentions", "hard"], "--attentions must be one of softpp, soft, "),
+        (
+            ["attention", "--attentions", "hard"],
+            "--attentions must be one of softpp, softpp-solve, soft, ",
+        ),
         (["attention", "--backends", "cobol"], "--backends must be one of auto, "),
         (["attention", "--dtype", "int8"], "--dtype must be one of bfloat16, "),
         (["attention", "--seconds", "0"], "--seconds must be above 0, got 0"),

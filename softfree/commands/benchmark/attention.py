@@ -50,7 +50,7 @@ def attention(
         head_dim: channels of a head.
         landmarks: landmarks of our attentions.
         dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
-        attentions: among softpp, soft, softmax.
+        attentions: among softpp, softpp-solve, soft, softmax.
         backends: of our attentions, among auto, torch, triton, reference.
         backward: also time forward and backward together.
         seconds: time for each figure.
