@@ -20,7 +20,7 @@ from softfree.ops import (
     solve_spectrum,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "SoftAttention",
     "SoftBlock",

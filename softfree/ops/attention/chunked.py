@@ -2,7 +2,7 @@
 
 Tokens are read in chunks whose kernel values stay in the processor's cache, and the kernel is computed
 again wherever it is needed a second time. Nothing of size n x m outlives a chunk: beside the result,
-the forward pass keeps O(m^2 + m d) a head for the backward pass. Buffers are made once a call and
+the forward pass keeps O(m^2 + m d) per head for the backward pass. Buffers are made once per call and
 reused by every chunk, since on a CPU fresh memory costs more than the arithmetic done in it.
 
 Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = x - c``,

@@ -20,7 +20,7 @@ from softfree.ops.shared.shapes import token_tensor
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_CHANNELS = 128  # a head, of the kernels
+MAX_CHANNELS = 128  # per head, of the kernels
 
 
 # The default of what must be given, so that a call with too few tensors is met by our own words.
@@ -126,7 +126,7 @@ def _choose(backend: str, inputs: Inputs) -> str:
     obstacle = devices.obstacle(q.device, q.dtype, DTYPES[:3])
     channels = max(q.shape[3], v.shape[3])
     if obstacle is None and channels > MAX_CHANNELS:
-        obstacle = f"they take up to {MAX_CHANNELS} channels a head, got {channels}"
+        obstacle = f"they take up to {MAX_CHANNELS} channels per head, got {channels}"
     if obstacle is None:
         return "triton"
     if backend == "triton":

@@ -1,4 +1,4 @@
-"""Depthwise convolution of attention's values over the image, one filter a head.
+"""Depthwise convolution of attention's values over the image, one filter per head.
 
 Registered as ``softfree::value_conv``. On a GPU, half-precision inputs go to kernels of our own
 (:mod:`softfree.ops.value_conv.kernels`); everything else is PyTorch's convolution.

@@ -46,7 +46,7 @@ LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
 # Of the factorisation: landmarks of a tile and warps, for up to 64 landmarks and beyond.
 FACTOR_TILE = ((16, 1), (32, 4))
 MAX_SPLIT_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
-# One launch each way, a program a head, up to so many tokens while the heads are at most so many a processor.
+# One launch each way, a program per head, up to so many tokens while the heads are at most so many per processor.
 # With more heads the token passes of their own keep more programs on a processor. One launch does not keep U, so
 # its tokens are at most ``chunked.FEW_TOKENS``.
 ONE_LAUNCH = ((1024, 1), (256, 4))
@@ -405,7 +405,7 @@ def _landmark_matrix(call: _Call) -> Tensor:
 
 
 def _newton_inverse(a: Tensor, settings: InverseSettings) -> Tensor:
-    """The inverse of matrices (batch, heads, m, m) too large for one program, two launches a step."""
+    """The inverse of matrices (batch, heads, m, m) too large for one program, two launches per step."""
     iterations = settings.iterations
     b = add_ridge(a, settings.ridge).contiguous()
     y = start_value(a, settings.start, settings.ridge) * b
@@ -486,7 +486,7 @@ def _collect(
 
 
 def _one_launch(call: _Call) -> bool:
-    """Whether one kernel does all: few tokens a head, and few heads."""
+    """Whether one kernel does all: few tokens per head, and few heads."""
     shape, n = call.shape, max(call.lengths)
     count = devices.processors(call.q.device)
     fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS

@@ -1,4 +1,4 @@
-"""The m x m part in one program a head: kernel matrix, Newton steps, normalisation, and its gradient."""
+"""The m x m part in one program per head: kernel matrix, Newton steps, normalisation, and its gradient."""
 
 import triton
 import triton.language as tl
@@ -345,7 +345,7 @@ def mixing_kernel(
 ):  # fmt: skip
     """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, W = Y' U and, to KEEP it, U.
 
-    ``PANEL`` is 0 where the inverse fits the registers; else p_scratch has three matrices (M, M) a head.
+    ``PANEL`` is 0 where the inverse fits the registers; else p_scratch has three matrices (M, M) per head.
     """
     head = tl.program_id(0).to(tl.int64)
     p_l += head * m * d

@@ -1,4 +1,4 @@
-"""Both directions in one launch, one program a head, for inputs short enough that a head fills a program."""
+"""Both directions in one launch, one program per head, for inputs short enough that a head fills a program."""
 
 import triton
 import triton.language as tl
