@@ -7,7 +7,8 @@ WORKERS ?= 2
 GPU_WORKERS ?= 8
 VENV := .venv
 BIN := $(VENV)/bin
-INPUTS := pyproject.toml constraints.txt
+# The version is in the last.
+INPUTS := pyproject.toml constraints.txt softfree/__init__.py
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-gpu lint browser clean
