@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from softfree.ops.attention.inverse import newton_iterate
-from softfree.ops.attention.reference import landmark_kernel, normalize_inverse
+from softfree.ops.attention.reference import landmark_kernel, normalize_inverse, normalizers
 from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 from softfree.ops.attention.solve import cholesky_factor, solve, solve_backward
 
@@ -36,7 +36,7 @@ def invert_landmarks(
 def mix(u: Tensor, a: Tensor, inverse: Tensor, settings: AttentionSettings) -> Tensor:
     """``W = Y' U``, (batch, heads, m, d_v)."""
     if settings.inverse.method == "solve":
-        root = _normalizers(a, settings.normalize)
+        root = normalizers(a, settings.normalize)
         return root * solve(inverse, root * u, settings.inverse.ridge, settings.inverse.order)
     return (normalize_inverse(inverse, a) if settings.normalize else inverse) @ u
 
@@ -61,7 +61,7 @@ def mixing_backward(
         grad_w, u: (batch, heads, m, d_v); a, inverse: (batch, heads, m, m);
             landmarks: (batch, heads, m, d), 0 where masked.
     """
-    root = _normalizers(a, settings.normalize)
+    root = normalizers(a, settings.normalize)
     root_u, root_grad_w = root * u, root * grad_w
     right, left, grad_a = _inverse_backward(inverse, root_u, root_grad_w, settings.inverse)
     if settings.normalize:
@@ -75,11 +75,6 @@ def mixing_backward(
     e, points = e.double(), landmarks.double()
     grad_landmarks = (e @ points - e.sum(-1, keepdim=True) * points).to(landmarks.dtype)
     return root * right, root * left, grad_landmarks
-
-
-def _normalizers(a: Tensor, normalize: bool) -> Tensor:
-    """``D^-1/2`` as a column, (..., m, 1), or 1."""
-    return a.sum(-1, keepdim=True).rsqrt() if normalize else a.new_ones(())
 
 
 def _inverse_backward(

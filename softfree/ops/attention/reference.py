@@ -48,6 +48,11 @@ def landmark_kernel(
     return torch.where(both, a, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
 
 
+def normalizers(a: Tensor, normalize: bool) -> Tensor:
+    """``D^-1/2`` with ``D = diag(A 1)`` as a column, (..., m, 1), or 1."""
+    return a.sum(-1, keepdim=True).rsqrt() if normalize else a.new_ones(())
+
+
 def normalize_inverse(inverse: Tensor, a: Tensor) -> Tensor:
     """``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (Eq. 17)."""
     root = a.sum(-1).rsqrt()
@@ -96,7 +101,7 @@ def soft_attention(
             r = torch.where(landmark_mask[:, None, None, :], r, 0)
         u = p @ v
         if inverse.method == "solve":
-            root = a.sum(-1, keepdim=True).rsqrt() if normalize else a.new_ones(())
+            root = normalizers(a, normalize)
             solve = iterated_solve if exportable else ridge_solve
             w = root * solve(a, root * u, ridge=inverse.ridge, order=inverse.order)
         else:

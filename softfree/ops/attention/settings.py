@@ -79,10 +79,9 @@ class AttentionSettings(NamedTuple):
     inverse: InverseSettings = InverseSettings()
 
     def check(self) -> None:
-        """Raise if a setting makes no sense."""
+        """Raise if a setting makes no sense; those of the inverse are checked where they are made."""
         if not isinstance(self.scale, (int, float)) or not 0 < self.scale < math.inf:
             raise ValueError(f"scale must be a finite number > 0, got {self.scale!r}")
-        self.inverse.check()
 
 
 class Inputs(NamedTuple):

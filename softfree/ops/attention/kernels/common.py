@@ -150,11 +150,17 @@ def split_product(b_a, b_b, SPLIT: tl.constexpr):
     entries below 65504.
     """
     if SPLIT:
-        b_a_high, b_a_low = split(b_a)
-        b_b_high, b_b_low = split(b_b)
-        b_cross = tl.dot(b_a_low, b_b_high, tl.dot(b_a_high, b_b_low))
-        return tl.dot(b_a_high, b_b_high) + b_cross * (1.0 / LOW_SCALE)
+        b_high, b_low = split(b_a)
+        return product_of_split(b_high, b_low, b_b)
     return tl.dot(b_a, b_b, input_precision="tf32x3")
+
+
+@triton.jit
+def product_of_split(b_high, b_low, b_b):
+    """:func:`split_product` of a first block that is split already."""
+    b_b_high, b_b_low = split(b_b)
+    b_cross = tl.dot(b_low, b_b_high, tl.dot(b_high, b_b_low))
+    return tl.dot(b_high, b_b_high) + b_cross * (1.0 / LOW_SCALE)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from softfree.ops.attention.kernels.common import (
     LOW_SCALE,
     largest,
     present_landmarks,
+    product_of_split,
     scaled_product,
     split,
     split_product,
@@ -377,14 +378,6 @@ def solve_by(b_high, b_low, b_x):
     """``G x = M^T (M x)`` of M (M, M) split in two; x is at most 1/16, which keeps all within float16's range."""
     b_y = product_of_split(b_high, b_low, b_x)
     return product_of_split(tl.trans(b_high), tl.trans(b_low), b_y)
-
-
-@triton.jit
-def product_of_split(b_high, b_low, b_b):
-    """:func:`split_product` with its first block split already."""
-    b_b_high, b_b_low = split(b_b)
-    b_cross = tl.dot(b_low, b_b_high, tl.dot(b_high, b_b_low))
-    return tl.dot(b_high, b_b_high) + b_cross * (1.0 / LOW_SCALE)
 
 
 @triton.jit
