@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt softfree/__init__.py
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-gpu lint browser clean
+.PHONY: help quickstart test test-gpu lint texts browser clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -32,6 +32,9 @@ lint: $(VENV)/installed-dev  ## format, lint and types alone
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+texts: $(VENV)/installed  ## write the texts that commands print at once: their help, the list of models
+	$(BIN)/python -m softfree.commands.texts
 
 browser: $(VENV)/installed-dev  ## a browser for the tests of the explorer's page, which are skipped without
 	$(BIN)/python .ci/browser

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -46,6 +47,9 @@ RENAMED = {
     "validate detection": {"--results-file": "--csv"},
     "validate segmentation": {"--results-file": "--csv"},
 }
+# What commands print that need no torch for it; `make texts` writes them.
+TEXTS = Path(__file__).parent / "softfree" / "commands" / "texts"
+COLUMNS = 80
 USAGE_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -65,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(_unknown(name))
     if renamed := _renamed(arguments):
         return _fail(renamed)
+    if text := kept_text(arguments):
+        print(text, end="")
+        return 0
     # What the library has to say goes to stderr, without names and levels.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("softfree").setLevel(logging.INFO)
@@ -115,18 +122,60 @@ def _load(name: str, own_process: bool) -> ModuleType:
     return module
 
 
+def kept_text(arguments: Sequence[str]) -> str:
+    """What a command prints for these arguments, where that is kept; "" if the command itself is to be asked."""
+    asked = [{"-h": "--help"}.get(argument, argument) for argument in arguments]
+    # Only names that there are: no part of a path.
+    files = {file.name: file for file in TEXTS.glob("*.txt")}
+    file = files.get(text_name(asked))
+    return "" if file is None or _columns() < COLUMNS else file.read_text(encoding="utf-8")
+
+
+def text_name(arguments: Sequence[str]) -> str:
+    """The file in which that text is kept.
+
+    Example:
+        >>> text_name(["train", "detection", "--help"])
+        'train_detection_help.txt'
+    """
+    return "_".join(arguments).replace("--", "") + ".txt"
+
+
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    commands = "\n".join(
+        _fill(f"  {name:<{width}}  {text}", width + 4) for name, text in COMMANDS.items()
+    )
     return (
         "usage: softfree COMMAND [options]\n\n"
-        "Softmax-free attention (SOFT, SOFT++) for PyTorch, and the backbones built on it.\n\n"
+        "Softmax-free attention (SOFT, SOFT++) for PyTorch, and the backbones built on\nit.\n\n"
         f"commands:\n{commands}\n\n"
         "options:\n"
         "  -h, --help     this text; `softfree COMMAND --help` explains one command\n"
         "  -V, --version  the version\n\n"
         "SOFTFREE_TRACEBACK=1 in the environment shows where in the code an error arose."
     )
+
+
+def _fill(text: str, indent: int = 0, columns: int = COLUMNS) -> str:
+    """``text`` in lines that break between words."""
+    import textwrap
+
+    return textwrap.fill(
+        text,
+        columns,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+        replace_whitespace=False,
+    )
+
+
+def _columns() -> int:
+    import shutil
+
+    return shutil.get_terminal_size((COLUMNS, 24)).columns
 
 
 def _version() -> str:
@@ -162,7 +211,11 @@ def _renamed(arguments: Sequence[str]) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"softfree: error: {with_flags(message)}", file=sys.stderr)
+    text = f"softfree: error: {with_flags(message)}"
+    if sys.stderr.isatty():
+        # In a file an error stays one line.
+        text = "\n".join(_fill(line, columns=_columns()) for line in text.split("\n"))
+    print(text, file=sys.stderr)
     return USAGE_ERROR
 
 

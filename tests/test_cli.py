@@ -34,6 +34,7 @@ def command(monkeypatch):
         module = ModuleType("softfree.commands.models")
         module.main = main
         monkeypatch.setitem(sys.modules, "softfree.commands.models", module)
+        monkeypatch.setattr(softfree_cli, "kept_text", lambda arguments: "")
 
     return replace
 
@@ -42,6 +43,7 @@ def command(monkeypatch):
 def test_help_lists_every_command(arguments, capsys):
     assert softfree_cli.main(arguments) == 0
     out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
     assert all(f"  {name} " in out for name in command_files())
 
 
@@ -53,11 +55,14 @@ def test_every_command_is_listed_with_the_first_line_of_its_docstring():
     assert summaries == softfree_cli.COMMANDS
 
 
-def test_help_and_version_import_neither_torch_nor_the_package():
+def test_help_version_and_the_list_of_models_import_neither_torch_nor_the_package():
     program = (
         "import sys, softfree_cli\n"
         "assert softfree_cli.main(['--help']) == softfree_cli.main(['--version']) == 0\n"
         "assert softfree_cli.main(['no-such']) == 2\n"
+        "for name in softfree_cli.COMMANDS:\n"
+        "    assert softfree_cli.main([name, '--help']) == 0\n"
+        "assert softfree_cli.main(['train', 'detection', '-h']) == softfree_cli.main(['models']) == 0\n"
         "heavy = {'torch', 'timm', 'numpy', 'rich', 'tyro', 'softfree'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -116,8 +121,7 @@ def test_the_parsers_other_spelling_of_an_earlier_flag_is_known_too(monkeypatch,
 
 def test_only_commands_that_there_are_have_earlier_flags_and_no_longer_take_them(capsys):
     for command, flags in softfree_cli.RENAMED.items():
-        with pytest.raises(SystemExit):
-            softfree_cli.main([*command.split(), "--help"])
+        assert softfree_cli.main([*command.split(), "--help"]) == 0
         said = capsys.readouterr().out
         for old, new in flags.items():
             assert f"{old} " not in said, (command, old)
@@ -147,6 +151,26 @@ def test_bad_input_is_one_line_and_exit_code_2(error, command, capsys, monkeypat
     monkeypatch.setenv("SOFTFREE_TRACEBACK", "1")
     with pytest.raises(error):
         softfree_cli.main(["models"])
+
+
+def test_a_long_error_breaks_between_words_in_a_terminal_and_is_one_line_in_a_file(
+    command, capsys, monkeypatch
+):
+    words = "`img_size` must be " + "a-rather-long-word " * 12
+
+    def fail(argv):
+        raise ValueError(words.strip() + "\n  and a second line")
+
+    command(fail)
+    assert softfree_cli.main(["models"]) == 2
+    (first, second) = capsys.readouterr().err.splitlines()
+    assert len(first) > 200 and second == "  and a second line"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert softfree_cli.main(["models"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(lines[:-1]) == first and lines[-1] == second
+    assert max(map(len, lines)) <= 80
 
 
 def test_other_errors_are_not_hidden(command):

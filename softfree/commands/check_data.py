@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import track
 from torch.utils.data import DataLoader
 
+from softfree.commands.common import command
 from softfree.data.detection import load_detection
 from softfree.data.images import Unreadable
 from softfree.data.segmentation import load_segmentation
@@ -16,11 +17,6 @@ from softfree.training.settings import WORKERS
 
 # Pictures a loading process takes at a time; the progress moves on after each lot.
 CHUNK = 16
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree check-data`` with these arguments; return the exit code."""
-    return tyro.cli(check_data, args=argv, prog="softfree check-data", description=__doc__)
 
 
 def check_data(
@@ -69,6 +65,9 @@ def check_data(
         soft_wrap=not console.is_terminal,
     )
     return 0
+
+
+main = command(check_data, __doc__)
 
 
 def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> None:

@@ -20,6 +20,7 @@ from rich.table import Table
 from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.plots import save_figure
 from softfree.analysis.subject import Subject, load_subject
+from softfree.commands.parser import HELP, parse, print_subcommands
 from softfree.models.checks import SMALLEST_IMAGE, check_at_least
 from softfree.training.devices import choose_device
 
@@ -28,8 +29,6 @@ NOTHING = "-"
 Columns = Mapping[str, Callable[[Any], str]]
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
-# Flags of a group of arguments have no prefix.
-FLAT = (tyro.conf.OmitArgPrefixes,)
 # Each use of the option adds one, so that a photo may follow it.
 Repeated = tyro.conf.UseAppendAction
 Result = TypeVar("Result")
@@ -270,10 +269,8 @@ def command(
     function: Callable[..., int], description: str | None
 ) -> Callable[[Sequence[str]], int]:
     """``main(argv)`` of the command ``softfree NAME``, where NAME is the function's; returns the exit code."""
-    prog = f"softfree {function.__name__}"
-    return lambda argv: tyro.cli(
-        function, args=argv, prog=prog, description=description, config=FLAT
-    )
+    prog = f"softfree {function.__name__.replace('_', '-')}"
+    return lambda argv: parse(function, argv, prog=prog, description=description)
 
 
 def run_subcommand(
@@ -290,12 +287,11 @@ def run_subcommand(
     """
     name = argv[0] if argv else ""
     prog = f"softfree {command}"
-    if name in ("-h", "--help"):
-        return tyro.extras.subcommand_cli_from_dict(
-            dict(subcommands), args=argv, prog=prog, description=description, config=FLAT
-        )
+    if name in HELP:
+        print_subcommands(prog, subcommands, description or "")
+        raise SystemExit(0)
     if name not in subcommands:
         given = f"got {name!r}" if argv else f"e.g. `{prog} {next(iter(subcommands))}`"
         raise ValueError(f"{question} One of {', '.join(subcommands)}; {given}")
     # On its own, so that errors point to its own --help.
-    return tyro.cli(subcommands[name], args=argv[1:], prog=f"{prog} {name}", config=FLAT)
+    return parse(subcommands[name], argv[1:], prog=f"{prog} {name}")

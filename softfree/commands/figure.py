@@ -46,7 +46,9 @@ SIZES = (224, 320, 416, 512, 640)
 
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree figure`` with these arguments; return the exit code."""
-    return run_subcommand("figure", FIGURES, argv, question="which figure?", description=__doc__)
+    return run_subcommand(
+        "figure", SUBCOMMANDS, argv, question="which figure?", description=__doc__
+    )
 
 
 def heatmap(
@@ -286,6 +288,6 @@ def resolution(
     return 0
 
 
-FIGURES: dict[str, Callable[..., int]] = {
+SUBCOMMANDS: dict[str, Callable[..., int]] = {
     figure.__name__: figure for figure in (heatmap, convergence, spectrum, resolution)
 }

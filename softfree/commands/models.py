@@ -15,6 +15,7 @@ from rich.progress import track
 from softfree.analysis import count_macs, count_parameters
 from softfree.commands.common import NOTHING, check_img_size, command, make_table
 from softfree.models.registry import is_ours
+from softfree_cli import TEXTS, text_name
 
 
 class Published(NamedTuple):
@@ -106,7 +107,7 @@ def _order(name: str) -> tuple[bool, bool, str, int]:
 
 def describe(name: str, img_size: int) -> dict[str, object]:
     """One row: counts of ours and the published figures, None where there are none."""
-    parameters, macs = _complexity(name.replace("softpp_", "soft_"), img_size)
+    parameters, macs = counted().get((name, img_size)) or count(name, img_size)
     published = PUBLISHED.get(name, Published())
     return {
         "name": name,
@@ -120,8 +121,21 @@ def describe(name: str, img_size: int) -> dict[str, object]:
 
 
 @functools.cache
-def _complexity(name: str, img_size: int) -> tuple[int, int]:
+def counted() -> dict[tuple[str, int], tuple[int, int]]:
+    """Parameters and multiply-adds by name and image size, of what is kept; to count takes seconds."""
+    file = TEXTS / text_name(["models", "--json"])
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return {(row["name"], row["img_size"]): (row["parameters"], row["macs"]) for row in rows}
+
+
+def count(name: str, img_size: int) -> tuple[int, int]:
+    """Parameters and multiply-adds of a model."""
     # SOFT and SOFT++ have the same parameters and the same products, so one count serves both.
+    return _count(name.replace("softpp_", "soft_"), img_size)
+
+
+@functools.cache
+def _count(name: str, img_size: int) -> tuple[int, int]:
     with torch.device("meta"):
         model = timm.create_model(name)
     return count_parameters(model), count_macs(model, img_size)

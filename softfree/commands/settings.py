@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from softfree.commands.parser import HELP, Option, parse, wants_help
 from softfree.training.engine import Task
 from softfree.training.settings import Given, override, read_settings
 
@@ -33,28 +32,33 @@ def resolve(
         raise ValueError(f"--recipe must be one of {', '.join(recipes)}, got {chosen.recipe!r}")
     if chosen.recipe and chosen.config:
         raise ValueError("--recipe and --config can't be used together: the file has its recipe")
+    helping, rest = wants_help(rest), [argument for argument in rest if argument not in HELP]
     given = given_in(rest)
     kind = type(next(iter(recipes.values())))
+    recipe = chosen.recipe or task.usual_recipe(given)
     if chosen.config is None:
-        default = recipes[chosen.recipe or task.usual_recipe(given)]
+        default = recipes[recipe]
     elif chosen.config.is_file():
         default = read_settings(kind, chosen.config)
     else:
         raise FileNotFoundError(f"--config {chosen.config} does not exist")
-    settings = tyro.cli(
-        kind,
-        args=rest,
-        default=default,
-        prog=prog,
-        description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    if chosen.config is not None:
-        return settings
-    if "batch_size" not in given:
-        batch_size = share_out(default.optim.batch_size)
-        settings = override(settings, {"optim": dict(batch_size=batch_size)})
-    return task.adapt(settings, given)
+    settings = parse(kind, rest, prog=prog, default=default)
+    if chosen.config is None:
+        if "batch_size" not in given:
+            batch_size = share_out(default.optim.batch_size)
+            settings = override(settings, {"optim": dict(batch_size=batch_size)})
+        settings = task.adapt(settings, given)
+    if helping:
+        # Its defaults are those that a run with these arguments has.
+        options: list[Option] = [
+            (
+                f"--recipe {{{','.join(recipes)}}}",
+                f"what the defaults below are those of, fitted to the data and the length (here: {recipe})",
+            ),
+            ("--config FILE", "settings.json of an earlier run, instead of a recipe"),
+        ]
+        parse(kind, [*HELP], prog=prog, description=description, default=settings, options=options)
+    return settings
 
 
 def with_hyphens(argument: str) -> str:

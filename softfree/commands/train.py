@@ -14,30 +14,22 @@ from pathlib import Path
 
 from rich.console import Console
 
+from softfree.commands.parser import HELP, print_subcommands
 from softfree.commands.settings import resolve
 from softfree.training.checkpoint import CheckpointWriteError
 from softfree.training.engine import Outcome
 from softfree.training.guard import NonFiniteError
-from softfree.training.tasks import TASKS
+from softfree.training.tasks import TASKS as SUBCOMMANDS
 from softfree_cli import with_flags
 
 SUMMARIES = {
-    "classification": (
-        "Train an image classifier.\n\n--recipe NAME sets defaults: digits, imagenet, short, finetune "
-        "(without: digits for the embedded digits, else imagenet)."
-    ),
-    "detection": (
-        "Train a detector of objects: RetinaNet (boxes) or Mask R-CNN (boxes and masks).\n\n"
-        "--recipe NAME sets defaults: 1x, 3x, shapes (without: shapes for the embedded shapes, else 1x)."
-    ),
+    "classification": "Train an image classifier.",
+    "detection": "Train a detector of objects: RetinaNet (boxes) or Mask R-CNN (boxes and masks).",
     "longrange": (
         "Train the sequence encoder on a task of the Long Range Arena.\n\n--task sets the defaults below to "
         "the papers' for it. At the end the step that was best on dev is tested."
     ),
-    "segmentation": (
-        "Train UPerNet: a class for every pixel.\n\n--recipe NAME sets defaults: ade20k, cityscapes, shapes "
-        "(without: shapes for the embedded shapes, else ade20k)."
-    ),
+    "segmentation": "Train UPerNet: a class for every pixel.",
 }
 FAILED = 1
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -45,20 +37,20 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree train`` with these arguments; return the exit code."""
-    if argv and argv[0] in ("-h", "--help"):
-        print(f"usage: softfree train {{{','.join(TASKS)}}} [options]\n\n{__doc__}")
+    if argv and argv[0] in HELP:
+        print_subcommands("softfree train", SUMMARIES, __doc__ or "")
         return 0
-    if not argv or argv[0] not in TASKS:
+    if not argv or argv[0] not in SUBCOMMANDS:
         given = f"got {argv[0]!r}" if argv else "e.g. `softfree train classification`"
-        raise ValueError(f"train what? One of {', '.join(TASKS)}; {given}")
-    task = TASKS[argv[0]]
+        raise ValueError(f"train what? One of {', '.join(SUBCOMMANDS)}; {given}")
+    task = SUBCOMMANDS[argv[0]]
     settings = resolve(
         argv[1:],
         task,
         prog=f"softfree train {task.name}",
         description=(
-            f"{SUMMARIES[task.name]} --config FILE takes a settings.json of an earlier run instead. Flags win "
-            "over both. Under torchrun, --batch-size is that of one process."
+            f"{SUMMARIES[task.name]}\n\nFlags win over a recipe. Under torchrun, --batch-size is that of one "
+            "process."
         ),
     )
     try:

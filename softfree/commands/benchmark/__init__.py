@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from softfree.commands.benchmark import attention, speed
 from softfree.commands.common import run_subcommand
 
-BENCHMARKS: dict[str, Callable[..., int]] = {
+SUBCOMMANDS: dict[str, Callable[..., int]] = {
     "attention": attention.attention,
     "detector": speed.detector,
     "memory": attention.memory,
@@ -25,5 +25,5 @@ BENCHMARKS: dict[str, Callable[..., int]] = {
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree benchmark`` with these arguments; return the exit code."""
     return run_subcommand(
-        "benchmark", BENCHMARKS, argv, question="benchmark what?", description=__doc__
+        "benchmark", SUBCOMMANDS, argv, question="benchmark what?", description=__doc__
     )

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import track
 from torch.utils.data import DataLoader
 
-from softfree.commands.common import check_output, check_positive, make_table
+from softfree.commands.common import check_output, check_positive, command, make_table
 from softfree.commands.predict.base import Predictor
 from softfree.commands.predict.classifier import ONNX, Classifier
 from softfree.commands.predict.detector import ObjectDetector
@@ -33,11 +33,6 @@ PREDICTORS: dict[str, Callable[..., Predictor]] = {
     "detection": ObjectDetector,
     "segmentation": Segmenter,
 }
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree predict`` with these arguments; return the exit code."""
-    return tyro.cli(predict, args=argv, prog="softfree predict", description=__doc__)
 
 
 def predict(
@@ -140,6 +135,9 @@ def predict(
             if written is not None:
                 console.print(f"{what} written to {escape(str(written))}", soft_wrap=True)
     return int(len(unreadable) == len(paths))
+
+
+main = command(predict, __doc__)
 
 
 def find_model(checkpoint: Path | None, onnx: Path | None) -> tuple[Path, Any, tuple[str, ...]]:

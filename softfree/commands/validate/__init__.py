@@ -16,7 +16,7 @@ from softfree.commands.validate.longrange import ValidateLongRange
 from softfree.commands.validate.segmentation import ValidateSegmentation
 from softfree.training.checkpoint import read_metadata
 
-TASKS: dict[str, type[Validation]] = {
+SUBCOMMANDS: dict[str, type[Validation]] = {
     "classification": ValidateClassification,
     "detection": ValidateDetection,
     "longrange": ValidateLongRange,
@@ -27,7 +27,7 @@ TASKS: dict[str, type[Validation]] = {
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree validate`` with these arguments; return the exit code."""
     validation: Validation = run_subcommand(
-        "validate", TASKS, with_task(argv), question="validate what?", description=__doc__
+        "validate", SUBCOMMANDS, with_task(argv), question="validate what?", description=__doc__
     )
     return validation.run()
 
@@ -37,7 +37,7 @@ def with_task(argv: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint", type=Path)
     checkpoint = parser.parse_known_args(list(argv))[0].checkpoint
-    if checkpoint is None or argv[0] in TASKS:
+    if checkpoint is None or argv[0] in SUBCOMMANDS:
         return list(argv)
     # A weights file has no word on its task; classifiers alone are validated from one.
     task = "classification" if checkpoint.is_file() else read_metadata(checkpoint).get("task")
