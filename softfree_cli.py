@@ -20,7 +20,7 @@ from typing import NoReturn
 COMMANDS = {
     "benchmark": "Measure attentions, or whole models beside their peers: time, memory, throughput.",
     "check-data": "Check data before training: boxes, masks, class maps, categories, missing and damaged files.",
-    "compare": "Compare attentions on a task of the Long Range Arena: accuracy, size, speed, memory.",
+    "compare": "Compare attentions on a task of the Long Range Arena, or on twins: accuracy, size, speed, memory.",
     "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
     "explore": "Serve a page that shows where each patch of a photo attends to.",
     "export": "Write a model as ONNX or as a torch.export program, checked against PyTorch.",

@@ -1,4 +1,4 @@
-"""Compare attentions on a task of the Long Range Arena: accuracy, size, speed, memory.
+"""Compare attentions on a task of the Long Range Arena, or on twins: accuracy, size, speed, memory.
 
 `softfree compare --task listops --attentions softpp softmax --output OUT` trains each attention that is not
 trained yet in OUT/TASK/ATTENTION, tests it, and measures it at the task's full length. Started again, it
@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.analysis import count_macs, count_parameters
@@ -30,7 +29,7 @@ from softfree.commands.common import (
     field,
     progress,
 )
-from softfree.data.longrange import TASKS, LongRangeData
+from softfree.data.longrange import TASKS, LongRangeData, LongRangeTask
 from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
 from softfree.training.checkpoint import SETTINGS, different_settings
@@ -43,6 +42,7 @@ from softfree.training.longrange import (
     build_encoder,
     load_data,
     model_arguments,
+    score_labels,
 )
 from softfree.training.settings import settings_to_json
 
@@ -178,13 +178,21 @@ def is_trained(settings: LongRangeSettings) -> bool:
 class _OneSample(nn.Module):
     """The encoder on one sample of full length, called like a model of images, whose work can be counted."""
 
-    def __init__(self, model: nn.Module, shape: tuple[int, ...]):
+    def __init__(self, model: nn.Module, task: LongRangeTask):
         super().__init__()
         self.model = model
-        self.shape = shape
+        self.task = task
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.model(torch.ones(self.shape, dtype=torch.long, device=image.device))
+        return self.model(random_tokens(self.task, 1, image.device))
+
+
+def random_tokens(task: LongRangeTask, batch: int, device: torch.device) -> Tensor:
+    """Samples of a task's full length."""
+    if task.channels:
+        return torch.randn(batch, task.length, task.channels, device=device)
+    shape = (batch, 2, task.length) if task.pair else (batch, task.length)
+    return torch.randint(1, task.vocab_size, shape, device=device)
 
 
 def measure_encoder(
@@ -194,17 +202,17 @@ def measure_encoder(
     task = TASKS[settings.data.task]
     torch.manual_seed(0)
     model = build_encoder(model_arguments(settings.model, task))
-    shape = (2, task.length) if task.pair else (task.length,)
     row.parameters = count_parameters(model)
-    row.macs = count_macs(_OneSample(model, (1, *shape)), size=1, in_chans=1)
+    row.macs = count_macs(_OneSample(model, task), size=1, in_chans=1)
     model.to(device)
     batch = settings.optim.batch_size
-    tokens = torch.randint(1, task.vocab_size, (batch, *shape), device=device)
-    labels = torch.zeros(batch, dtype=torch.long, device=device)
+    tokens = random_tokens(task, batch, device)
+    labelled = (batch, task.length) if task.per_token else (batch,)
+    labels = torch.zeros(labelled, dtype=torch.long, device=device)
     amp_dtype = settings.optim.amp_dtype
 
     def loss() -> Tensor:
-        return F.cross_entropy(model(tokens), labels)
+        return score_labels(model(tokens), labels)[0]
 
     @torch.inference_mode()
     def infer() -> None:

@@ -26,8 +26,8 @@ SUMMARIES = {
     "classification": "Train an image classifier.",
     "detection": "Train a detector of objects: RetinaNet (boxes) or Mask R-CNN (boxes and masks).",
     "longrange": (
-        "Train the sequence encoder on a task of the Long Range Arena.\n\n--task sets the defaults below to "
-        "the papers' for it. At the end the step that was best on dev is tested."
+        "Train the sequence encoder on a task of the Long Range Arena, or on twins.\n\n--task sets the defaults "
+        "below to the papers' for it. At the end the step that was best on dev is tested."
     ),
     "segmentation": "Train UPerNet: a class for every pixel.",
 }

@@ -8,6 +8,7 @@
     retrieval  LRA's tsv of document pairs, one token per byte
     image      CIFAR-10 as class folders or packed grids, grey, one token per pixel
     pathfinder LRA's folders of pictures, one token per pixel
+    twins      made on the spot, a label for every token, see :mod:`softfree.data.twins`; not of the arena
 
 Token 0 is padding; bytes and pixels are tokens 1 to 256.
 """
@@ -31,7 +32,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from softfree.data import listops
+from softfree.data import listops, twins
 from softfree.data.classification import load_images
 from softfree.data.images import ImageFiles, MapData, UnreadableImageError, open_image
 from softfree.data.listops import PAD, Samples
@@ -39,11 +40,18 @@ from softfree.data.listops import PAD, Samples
 SIDE = 32
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SPLIT_SEED = 0
+UNLABELLED = -100  # what cross-entropy leaves out
 
 
 @dataclass(frozen=True)
 class LongRangeTask:
-    """Longest sequence, tokens, classes, and whether a sample is a pair of sequences."""
+    """Longest sequence, tokens, classes, and what a sample is.
+
+    Attributes:
+        pair: a sample is a pair of sequences.
+        channels: a token is so many numbers, and not one of ``vocab_size``; 0: it is.
+        per_token: every token has a label, and not the sequence.
+    """
 
     name: str
     length: int
@@ -51,6 +59,8 @@ class LongRangeTask:
     num_classes: int
     needs: str
     pair: bool = False
+    channels: int = 0
+    per_token: bool = False
 
 
 TASKS = {
@@ -77,6 +87,10 @@ TASKS = {
             "pathfinder", SIDE * SIDE, 512, 2,
             "LRA's pathfinder32/, or one of its folders curv_... with imgs/ and metadata/",
         ),
+        LongRangeTask(
+            "twins", twins.CELLS, 0, len(twins.CLASSES), "nothing",
+            channels=twins.CHANNELS, per_token=True,
+        ),
     )
 }  # fmt: skip
 
@@ -92,7 +106,8 @@ def find_task(name: str) -> LongRangeTask:
 class LongRangeData:
     """What a run on one task reads.
 
-    An item is (tokens, label), tokens int64 (n,), or a list of two of them for pairs.
+    An item is (tokens, label), tokens int64 (n,), or a list of two of them for pairs. Where tokens have channels,
+    they are float32 (n, channels); where each has a label, labels are int64 (n,).
     """
 
     task: LongRangeTask
@@ -105,7 +120,7 @@ class LongRangeData:
 class SequenceBatch(NamedTuple):
     """tokens (b, n) int64, mask (b, n) bool, True for real tokens, labels (b,); pairs: (b, 2, n).
 
-    The mask is None where all tokens are real: attentions are faster without one.
+    Tokens with channels are (b, n, channels) float32, labels of each token (b, n) with UNLABELLED in the padding. The mask is None where all tokens are real: attentions are faster without one.
     """
 
     tokens: Tensor
@@ -123,7 +138,7 @@ def load_longrange(
     """Train, dev and test samples of a task.
 
     Args:
-        name: listops, text, retrieval, image or pathfinder.
+        name: listops, text, retrieval, image, pathfinder or twins.
         data_dir: its files; for listops the folder of the cache, None for the user's cache folder.
         seed: of the ListOps samples. What belongs to dev where a task has no such files never changes.
         listops_sizes: ListOps samples in train, dev and test.
@@ -135,6 +150,9 @@ def load_longrange(
         found = listops.load(data_dir or cache, listops_sizes, seed)
         splits = (PackedSequences(found[name], 0, task.length) for name in ("train", "dev", "test"))
         return LongRangeData(task, tuple(map(str, range(10))), *splits)
+    if name == "twins":
+        parts = (TwinSequences(*part) for part in zip(twins.SPLITS, twins.COUNTS, strict=True))
+        return LongRangeData(task, twins.CLASSES, *parts)
     if data_dir is None:
         raise ValueError(f"`task` {name} needs `data_dir` with {task.needs}")
     root = Path(data_dir)
@@ -161,19 +179,30 @@ class PadSequences:
     length: int
     multiple: int = 64
 
-    def __call__(self, samples: Sequence[tuple[Any, int]]) -> SequenceBatch:
+    def __call__(self, samples: Sequence[tuple[Any, Any]]) -> SequenceBatch:
         inputs, labels = zip(*samples, strict=True)
         pair = isinstance(inputs[0], list)
         rows: list[Tensor] = [row for pair_ in inputs for row in pair_] if pair else list(inputs)
         longest = max(len(row) for row in rows)
         width = min(-(-longest // self.multiple) * self.multiple, self.length)
-        tokens = torch.full((len(rows), width), PAD)
-        for into, row in zip(tokens, rows, strict=True):
-            into[: len(row)] = row[:width]
+        tokens = _pad(rows, width, PAD)
         if pair:
             tokens = tokens.unflatten(0, (-1, 2))
-        mask = tokens != PAD
-        return SequenceBatch(tokens, None if mask.all() else mask, torch.tensor(labels))
+        if tokens.is_floating_point():
+            mask = torch.arange(width) < torch.tensor([[len(row)] for row in rows])
+        else:
+            mask = tokens != PAD
+        per_token = isinstance(labels[0], Tensor)
+        known = _pad(labels, width, UNLABELLED) if per_token else torch.tensor(labels)
+        return SequenceBatch(tokens, None if mask.all() else mask, known)
+
+
+def _pad(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
+    """Rows (n, ...) cut or filled up to ``width``, stacked."""
+    padded = rows[0].new_full((len(rows), width, *rows[0].shape[1:]), value)
+    for into, row in zip(padded, rows, strict=True):
+        into[: len(row)] = row[:width]
+    return padded
 
 
 @dataclass(frozen=True)
@@ -192,6 +221,21 @@ class PackedSequences(Dataset):
         first, last = self.samples.offsets[index : index + 2]
         tokens = self.samples.tokens[first : min(last, first + self.length)]
         return to_tokens(tokens, self.shift), label
+
+
+@dataclass(frozen=True)
+class TwinSequences(Dataset):
+    """Samples of a split of :mod:`softfree.data.twins`, drawn when they are asked for."""
+
+    split: str
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        values, labels = twins.draw_twins(index, self.split)
+        return torch.from_numpy(values), torch.from_numpy(labels)
 
 
 def to_tokens(values: NDArray[np.uint8], shift: int = 1) -> Tensor:

@@ -15,8 +15,8 @@ from softfree.layers import Block, create_attention
 from softfree.layers.factory import check_options
 from softfree.models.checks import check_at_least
 
-Pooling = Literal["mean", "cls"]
-POOLINGS: tuple[Pooling, ...] = ("mean", "cls")
+Pooling = Literal["mean", "cls", "none"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "none")
 # The SOFT papers' settings for sequences, and those of the Nyströmformer's comparison for its rivals. SOFT's gain
 # is ours: without it what the layer adds is large and nearly the same for all tokens, and it hardly learns ListOps.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -30,19 +30,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class SequenceClassifier(nn.Module):
-    """Classes of token sequences, or of pairs of them.
+    """Classes of token sequences, of pairs of them, or of each of their tokens.
 
     A pair goes through one encoder; its features a and b become ``[a, b, a * b, a - b]``.
 
     Args:
-        vocab_size: number of different tokens, padding included.
+        vocab_size: number of different tokens, padding included; 0 with ``channels``.
         length: of the longest sequence; one position is learned for each of its tokens.
         num_classes: classes.
         attention: any name of :func:`softfree.layers.create_attention`.
         dim, depth, num_heads, mlp_dim: of the blocks.
         dropout: after the embedding, the attention, and twice in the MLP.
-        pooling: ``"mean"`` of the real tokens, or ``"cls"``: a class token before them.
+        pooling: ``"mean"`` of the real tokens, ``"cls"``: a class token before them, or ``"none"``: classes of
+            each token.
         pair: samples are pairs, (batch, 2, tokens).
+        channels: above 0, a token is so many numbers: (batch, tokens, channels).
         attention_options: every other keyword is one of the attention; what is not given is as in ``DEFAULTS``.
             There SOFT has one landmark per window of 4 tokens, 500 for 2000 of them; ``stride=32`` gives fewer.
 
@@ -68,19 +70,26 @@ class SequenceClassifier(nn.Module):
         dropout: float = 0.1,
         pooling: Pooling = "mean",
         pair: bool = False,
+        channels: int = 0,
         **attention_options: Any,
     ):
         super().__init__()
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
         check_options(attention, attention_options)
-        check_at_least(
-            1, vocab_size=vocab_size, length=length, num_classes=num_classes, depth=depth,
-            mlp_dim=mlp_dim,
-        )  # fmt: skip
+        check_at_least(0, channels=channels)
+        if pair and (pooling == "none" or channels):
+            raise ValueError(
+                "pair is for pooled sequences of a vocabulary, "
+                f"got pooling={pooling!r}, channels={channels}"
+            )
+        sizes = dict(length=length, num_classes=num_classes, depth=depth, mlp_dim=mlp_dim)
+        check_at_least(1, **sizes if channels else dict(vocab_size=vocab_size, **sizes))
         self.length = length
         self.pair = pair
-        self.embedding = nn.Embedding(vocab_size, dim)
+        self.channels = channels
+        self.pooling = pooling
+        self.embedding = nn.Linear(channels, dim) if channels else nn.Embedding(vocab_size, dim)
         self.class_token = nn.Parameter(torch.empty(1, 1, dim)) if pooling == "cls" else None
         positions = length + (pooling == "cls")
         options = {"grid": positions, **DEFAULTS.get(attention, {}), **attention_options}
@@ -103,7 +112,8 @@ class SequenceClassifier(nn.Module):
         self.head = nn.Sequential(
             nn.Linear(features, mlp_dim), nn.ReLU(), nn.Linear(mlp_dim, num_classes)
         )
-        for weight in (self.embedding.weight, self.positions, self.class_token):
+        embedding = None if channels else self.embedding.weight
+        for weight in (embedding, self.positions, self.class_token):
             if weight is not None:
                 nn.init.normal_(weight, std=0.02)
 
@@ -111,10 +121,15 @@ class SequenceClassifier(nn.Module):
         return {"embedding.weight", "positions", "class_token"}
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """tokens and mask (batch, n), or (batch, 2, n) for pairs, to logits (batch, num_classes)."""
-        expected = 3 if self.pair else 2
-        if tokens.ndim != expected:
-            shape = "(batch, 2, tokens)" if self.pair else "(batch, tokens)"
+        """tokens and mask (batch, n), or (batch, 2, n) for pairs, to logits (batch, num_classes).
+
+        Without pooling they are (batch, n, num_classes).
+        """
+        shape = "(batch, 2, tokens)" if self.pair else "(batch, tokens)"
+        if self.channels:
+            shape = f"(batch, tokens, {self.channels})"
+        fits = tokens.ndim == shape.count(",") + 1
+        if not fits or (self.channels and tokens.shape[-1] != self.channels):
             raise ValueError(f"tokens must have shape {shape}, got {tuple(tokens.shape)}")
         if not self.pair:
             return self.head(self.forward_features(tokens, mask))
@@ -123,7 +138,7 @@ class SequenceClassifier(nn.Module):
         return self.head(torch.cat([a, b, a * b, a - b], -1))
 
     def forward_features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, n) to one vector per sequence, (batch, dim)."""
+        """(batch, n) to one vector per sequence, (batch, dim), or without pooling per token, (batch, n, dim)."""
         if tokens.shape[1] > self.length:
             raise ValueError(
                 f"tokens: the model takes sequences of at most {self.length}, got {tokens.shape[1]}"
@@ -139,6 +154,8 @@ class SequenceClassifier(nn.Module):
         x = self.norm(x)
         if self.class_token is not None:
             return x[:, 0]
+        if self.pooling == "none":
+            return x
         if mask is None:
             return x.mean(1)
         total = torch.where(mask[..., None], x, 0).sum(1)

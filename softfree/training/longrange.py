@@ -1,4 +1,4 @@
-"""The Long Range Arena: settings and recipes, and the task that the engine trains.
+"""The Long Range Arena, and twins: settings and recipes, and the task that the engine trains.
 
 LongRange.run(settings)              -> Outcome, and OUTPUT/test.json with the test accuracy
 LongRange.load("OUTPUT/best")        -> model, metadata
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from softfree.data.files import write_durably
 from softfree.data.images import MapData
 from softfree.data.longrange import (
+    UNLABELLED,
     LongRangeData,
     LongRangeTask,
     PadSequences,
@@ -26,6 +27,7 @@ from softfree.data.longrange import (
     load_longrange,
 )
 from softfree.layers import ATTENTIONS
+from softfree.layers.factory import option_names
 from softfree.models.checks import check_at_least, mistakes_in
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import distributed
@@ -44,9 +46,9 @@ class LongRangeDataSettings:
     """What the run reads."""
 
     task: str = "listops"
-    """listops, text, retrieval, image or pathfinder"""
+    """listops, text, retrieval, image, pathfinder or twins"""
     data_dir: str | None = None
-    """the task's files; listops needs none: it is made, and kept here or in the user's cache folder"""
+    """the task's files; twins needs none, nor does listops: it is made, and kept here or in the user's cache folder"""
     listops_train: int = 96_000
     """training samples of listops"""
     listops_eval: int = 2_000
@@ -64,7 +66,7 @@ class SequenceModelSettings:
     attention_options: Annotated[tuple[str, ...], tyro.conf.arg(name="model-kwargs")] = ()
     """further arguments of the attention: stride=32 (tokens of a SOFT landmark), kernel=softmax (Performer)"""
     pooling: str = "mean"
-    """mean of the tokens, or cls: a class token"""
+    """mean of the tokens, or cls: a class token; none (twins): a class for each token"""
     dim: int = 64
     """channels"""
     depth: int = 2
@@ -110,10 +112,18 @@ RECIPES = {
         ("pathfinder", 256, 62_400, 312, 624, 8),
     )
 }  # fmt: skip
+# Ours: what two blocks need to find equal cells, in seconds.
+RECIPES["twins"] = LongRangeSettings(
+    "twins",
+    data=LongRangeDataSettings(task="twins"),
+    model=SequenceModelSettings(pooling="none", dropout=0.0),
+    optim=OptimSettings(batch_size=64, steps=600, warmup_steps=50, lr=2e-3, min_lr=0.0),
+    run=RunSettings(eval_every=100, save_every="500", workers=0),
+)
 
 
 class LongRange(Task):
-    """Sequences, or pairs of them, to classes, with cross-entropy."""
+    """Sequences, pairs of them or their tokens to classes, with cross-entropy."""
 
     name = "longrange"
     recipes = RECIPES
@@ -133,7 +143,14 @@ class LongRange(Task):
             optim = dataclasses.replace(optim, warmup_steps=warmup)
         if "eval_every" not in given:
             run = dataclasses.replace(run, eval_every=min(run.eval_every, optim.steps))
-        return dataclasses.replace(settings, optim=optim, run=run)
+        model = settings.model
+        if settings.data.task == "twins" and "model_kwargs" not in given:
+            # Every cell is a landmark: equal cells that share theirs with others are hard to tell.
+            known = option_names(model.attention) if model.attention in ATTENTIONS else set()
+            model = dataclasses.replace(
+                model, attention_options=("stride=1",) * ("stride" in known)
+            )
+        return dataclasses.replace(settings, model=model, optim=optim, run=run)
 
     def __init__(self, settings: LongRangeSettings, data: LongRangeData | None = None):
         self.settings = settings
@@ -172,9 +189,8 @@ class LongRange(Task):
     def train_step(
         self, model: nn.Module, batch: SequenceBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = model(batch.tokens, batch.mask)
-        hits = logits.argmax(-1) == batch.labels
-        return F.cross_entropy(logits, batch.labels), {"accuracy": 100 * hits.float().mean()}
+        loss, hits, count = score_labels(model(batch.tokens, batch.mask), batch.labels)
+        return loss, {"accuracy": 100 * hits / count}
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[SequenceBatch], processes: Processes
@@ -211,6 +227,11 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
         raise ValueError(
             f"`pooling` must be one of {', '.join(POOLINGS)}, got {settings.pooling!r}"
         )
+    if (settings.pooling == "none") != task.per_token:
+        labels = "none, a class for each token" if task.per_token else "mean or cls"
+        raise ValueError(
+            f"`pooling` must be {labels}, with `task` {task.name}; got {settings.pooling}"
+        )
     check_at_least(1, depth=settings.depth, num_heads=settings.num_heads, mlp_dim=settings.mlp_dim)
     if settings.dim < 1 or settings.dim % settings.num_heads:
         raise ValueError(
@@ -225,6 +246,7 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
         "length": task.length,
         "num_classes": task.num_classes,
         "pair": task.pair,
+        "channels": task.channels,
     }
     with mistakes_in("model_kwargs"), torch.device("meta"):
         build_encoder(arguments)
@@ -241,14 +263,21 @@ def evaluate_sequences(
     model: nn.Module, batches: Iterable[SequenceBatch], processes: Processes
 ) -> dict[str, float]:
     """Accuracy in percent and the loss, over the batches of all processes."""
-    sums = torch.zeros(3, dtype=torch.float64, device=processes.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=processes.device)
     for batch in batches:
         logits = model(batch.tokens, batch.mask).float()
-        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-        hits = (logits.argmax(-1) == batch.labels).sum()
-        sums += torch.stack([loss, hits, torch.full_like(loss, len(logits))])
-    loss_sum, hit, count = distributed.total(sums, processes).tolist()
-    return {"accuracy": 100 * hit / count, "loss": loss_sum / count, "samples": int(count)}
+        found = score_labels(logits, batch.labels, reduction="sum")
+        sums += torch.stack([*found, torch.full_like(found[0], len(batch.tokens))])
+    loss_sum, hit, count, samples = distributed.total(sums, processes).tolist()
+    return {"accuracy": 100 * hit / count, "loss": loss_sum / count, "samples": int(samples)}
+
+
+def score_labels(
+    logits: Tensor, labels: Tensor, reduction: str = "mean"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, how many labels are hit, and how many there are; of sequences (b,) or their tokens (b, n)."""
+    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction=reduction)
+    return loss, (logits.argmax(-1) == labels).sum(), (labels != UNLABELLED).sum()
 
 
 def score_checkpoint(

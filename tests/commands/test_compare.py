@@ -70,6 +70,18 @@ def test_compare_trains_tests_and_measures_and_then_only_measures(command, tmp_p
     assert ": training in" not in out and "37.40" in out
 
 
+def test_compare_trains_and_measures_a_task_with_a_label_per_token(tmp_path, capsys):
+    small = [word for word in QUICK if word not in ("--model-kwargs", "stride=50")]
+    options = ["--task", "twins", "--output", str(tmp_path / "out"), *small]
+    names = ["--attentions", "softmax", "softpp"]
+    assert compare.main([*options, *names, "--csv", str(tmp_path / "table.csv")]) == 0
+    rows = read(tmp_path / "table.csv")
+    assert all(40 < float(row["test_accuracy"]) < 60 for row in rows)
+    n, dim, mlp, channels = 64, 16, 16, 8
+    block = n * (4 * dim * dim + 2 * dim * mlp) + 2 * n * n * dim
+    assert int(rows[0]["macs"]) == 2 * block + n * (channels * dim + dim * mlp + mlp * 2)
+
+
 @pytest.mark.slow
 def test_compare_without_training_measures_every_attention(command, tmp_path, capsys):
     path = tmp_path / "table.csv"

@@ -58,6 +58,15 @@ def test_a_padded_pair_gives_the_logits_of_the_unpadded_pair(attention):
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
+def test_without_pooling_every_real_token_has_the_logits_it_has_unpadded(attention):
+    model = build(attention, channels=6, pooling="none")
+    tokens = torch.randn(2, 40, 6, dtype=torch.float64)
+    logits = model(tokens, torch.arange(40) < torch.tensor([[40], [23]]))
+    assert logits.shape == (2, 40, 3)
+    torch.testing.assert_close(logits[1, :23], model(tokens[1:, :23])[0])
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_tokens_change_the_features_of_others_through_the_attention(attention):
     model = build(attention, pooling="cls")
     tokens = draw(1)
@@ -162,8 +171,20 @@ def test_tokens_of_a_wrong_shape_are_refused(tokens, pair, message):
         build(pair=pair)(tokens)
 
 
+@pytest.mark.parametrize("shape", [(2, 40), (2, 40, 5)])
+def test_tokens_without_their_channels_are_refused(shape):
+    with pytest.raises(ValueError, match=r"shape \(batch, tokens, 6\), got"):
+        build(channels=6)(torch.randn(shape))
+
+
+def test_pairs_are_pooled_tokens_of_a_vocabulary():
+    for options in (dict(pooling="none"), dict(channels=6)):
+        with pytest.raises(ValueError, match="pair is for pooled sequences of a vocabulary, got"):
+            SequenceClassifier(20, 40, 3, pair=True, **options)
+
+
 def test_an_unknown_pooling_is_refused():
-    with pytest.raises(ValueError, match="pooling must be one of mean, cls, got 'max'"):
+    with pytest.raises(ValueError, match="pooling must be one of mean, cls, none, got 'max'"):
         build(pooling="max")
 
 

@@ -10,7 +10,7 @@ from softfree.commands.settings import resolve
 from softfree.data.longrange import TASKS, PadSequences
 from softfree.layers import ATTENTIONS
 from softfree.training.checkpoint import read_weights
-from softfree.training.longrange import RECIPES, LongRange
+from softfree.training.longrange import RECIPES, LongRange, score_labels
 
 QUICK = ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1", "--mlp-dim", "16"]
 
@@ -166,13 +166,43 @@ def test_pairs_train(tmp_path):
     assert LongRange.run(parse(options)).position.step == 2
 
 
+@pytest.mark.parametrize("attention", ["softpp", "softmax"])
+def test_twins_trains_with_a_label_per_token_and_is_tested(tmp_path, attention):
+    options = ["--task", "twins", "--attention", attention, "--output", str(tmp_path), *QUICK]
+    settings = parse([*options, "--steps", "2", "--batch-size", "4"])
+    assert settings.model.attention_options == (("stride=1",) if attention == "softpp" else ())
+    assert LongRange.run(settings).position.step == 2
+    result = json.loads((tmp_path / "test.json").read_text())
+    assert result["samples"] == 1024 and 40 < result["accuracy"] < 60
+    model, metadata = LongRange.load(tmp_path / "best")
+    assert metadata["class_names"] == ["single", "twin"]
+    assert model(torch.randn(2, 64, 8)).shape == (2, 64, 2)
+
+
+def test_twins_has_a_landmark_per_cell_unless_told_otherwise():
+    assert parse(["--task", "twins"]).model.attention_options == ("stride=1",)
+    given = ["--model-kwargs", "landmarks=average:16"]
+    assert parse(["--task", "twins", *given]).model.attention_options == (given[1],)
+    assert parse([]).model.attention_options == ()
+
+
+def test_tokens_without_a_label_count_neither_in_the_loss_nor_as_hits():
+    logits = torch.tensor([[[2.0, 0.0], [0.0, 1.0], [5.0, 0.0]]])
+    loss, hits, count = score_labels(logits, torch.tensor([[0, 0, -100]]))
+    expected, *_ = score_labels(logits[:, :2], torch.tensor([[0, 0]]))
+    assert (loss, hits, count) == (expected, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--task", "sort"], "--task must be one of listops, text"),
         (["--task", "text"], "--task text needs --data-dir with IMDb's"),
         (["--attention", "linear"], "--attention must be one of soft, softpp"),
-        (["--pooling", "max"], "--pooling must be one of mean, cls, got 'max'"),
+        (["--pooling", "max"], "--pooling must be one of mean, cls, none, got 'max'"),
+        (["--pooling", "none"], "--pooling must be mean or cls, with --task listops; got none"),
+        (["--task", "twins", "--pooling", "cls"], "--pooling must be none, a class for each token, with --task twins"),
+        (["--task", "twins", "--attention", "linear"], "--attention must be one of soft, softpp"),
         (["--model-kwargs", "strides=3"], "--model-kwargs: attention 'softpp' has no option 'strides'; there are"),
         (["--model-kwargs", "stride"], "--model-kwargs must look like stride=32, got 'stride'"),
         (["--model-kwargs", "stride=abc"], "--model-kwargs: stride must be a whole number, got 'abc'"),

@@ -17,7 +17,7 @@ from softfree.training.settings import read_settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateLongRange(Validation):
-    """Accuracy and loss on a task of the Long Range Arena."""
+    """Accuracy and loss on a task of the Long Range Arena, or on twins."""
 
     data_dir: str | None = None
     """the task's files; otherwise what the checkpoint was trained on"""
