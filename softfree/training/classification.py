@@ -12,7 +12,7 @@ import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import timm
 import torch
@@ -175,12 +175,20 @@ RECIPES = {
 }  # fmt: skip
 
 
+class Varied(NamedTuple):
+    """Pictures (b, 3, H, W) as the model takes them, and labels (b,) or probabilities (b, classes)."""
+
+    images: Tensor
+    labels: Tensor
+
+
 class Classification(PictureTask):
     """Pictures to classes, with cross-entropy."""
 
     name = "classification"
     recipes = RECIPES
     metric = "top1"
+    capturable = True
     make_batch = staticmethod(collate_images)
 
     @classmethod
@@ -263,16 +271,28 @@ class Classification(PictureTask):
         freeze(model, given.freeze)
         return model
 
-    def train_step(
-        self, model: nn.Module, batch: Batch | Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        if isinstance(batch, Tensor):
-            batch = Batch(self.crops(batch[1:]), batch[0], [])
-        images, labels = self.normalize(batch.images), batch.labels
+    def prepare(self, batch: Batch | Tensor) -> Any:
+        """The batch as it is; its pictures varied where that takes random numbers of the host."""
+        reprob = self.settings.augment.reprob
+        if self.mixup is None and not reprob:
+            return batch
+        images, labels = self.look_up(batch)
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)
-        if reprob := self.settings.augment.reprob:
+        if reprob:
             images = RandomErasing(reprob, mode="pixel", device=str(images.device))(images)
+        return Varied(images, labels)
+
+    def look_up(self, batch: Batch | Tensor) -> "Varied":
+        """Pictures and labels of a batch, or of crops of pictures that are on the device."""
+        if isinstance(batch, Tensor):
+            return Varied(self.normalize(self.crops(batch[1:])), batch[0])
+        return Varied(self.normalize(batch.images), batch.labels)
+
+    def train_step(
+        self, model: nn.Module, batch: "Varied | Batch | Tensor"
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        images, labels = batch if isinstance(batch, Varied) else self.look_up(batch)
         logits = model(images)
         if labels.is_floating_point():  # probabilities, smoothed already
             return F.cross_entropy(logits, labels), {}

@@ -46,6 +46,7 @@ from softfree.training.settings import (
     settings_to_json,
 )
 from softfree.training.signals import StopRequest
+from softfree.training.step import create_step
 
 
 class Task(ABC):
@@ -59,6 +60,7 @@ class Task(ABC):
         headline: the numbers of :meth:`evaluate` that its line shows, where not all fit in a row; ``eval.csv``
             has all.
         sizes_vary: whether sizes change from step to step. cuDNN would time its algorithms anew for each.
+        capturable: whether :meth:`train_step` asks the device for no number, so that a CUDA graph can hold it.
         train_data, eval_data: map-style data sets. With a ``range``, whose samples the task keeps on the
             device, a batch is a tensor of indices there, in training a part of what :meth:`plan_epoch` gives.
     """
@@ -69,6 +71,7 @@ class Task(ABC):
     higher_is_better: bool = True
     headline: tuple[str, ...] = ()
     sizes_vary: bool = False
+    capturable: bool = False
     train_data: MapData
     eval_data: MapData
 
@@ -133,6 +136,13 @@ class Task(ABC):
     @abstractmethod
     def build_model(self) -> nn.Module:
         """The model on the CPU, with the weights it starts from; frozen parameters need no gradient."""
+
+    def prepare(self, batch: Any) -> Any:
+        """What :meth:`train_step` takes, of a batch on the device; the host draws its random numbers here.
+
+        Tensors in tuples, lists or dicts. A CUDA graph holds what comes after it.
+        """
+        return batch
 
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -261,8 +271,10 @@ class _Training:
         self.model = self._spread_model()
         groups = task.parameter_groups(self.plain, optim)
         self.optimizer = GuardedOptimizer(self.plain, groups, optim, processes)
-        # Of a pass in its step: where the backward pass begins, instead of 1.
-        self.share = torch.tensor(1 / optim.grad_accum_steps, device=self.device)
+        self.step = create_step(
+            task.capturable, task.name, run, processes,
+            self.model, task.prepare, task.train_step, self.optimizer, optim, self._seed,
+        )  # fmt: skip
         self.position = Position()
         self.save_every, self.save_unit = parse_interval(run.save_every)
         self.saved_at, self.saved_step = time.monotonic(), -1
@@ -417,20 +429,14 @@ class _Training:
 
     def _step(self, batches: Iterator[Any]) -> Any:
         """One step of the optimizer; returns the last batch."""
-        position, passes = self.position, self.optim.grad_accum_steps
-        numbers = []
-        for pass_ in range(passes):
-            batch = next(batches)
-            seed_all(self.run.seed, 1 + position.step, pass_, self.processes.rank)
-            with distributed.gradients_stay_local(self.model, pass_ < passes - 1):
-                with self._autocast():
-                    loss, others = self.task.train_step(self.model, batch)
-                self.optimizer.scaler.scale(loss).backward(self.share)
-            numbers.append({name: x.detach() for name, x in {"loss": loss, **others}.items()})
-        self.optimizer.step(self.schedule(position.step), numbers)
+        step = self.position.step
+        batch = self.step(batches, step, self.schedule(step))
         if self.ema is not None:
-            self.ema.update(self.plain, step=position.step)
+            self.ema.update(self.plain, step=step)
         return batch
+
+    def _seed(self, step: int, pass_: int) -> None:
+        seed_all(self.run.seed, 1 + step, pass_, self.processes.rank)
 
     def _training_batches(self) -> Generator[Any]:
         self.sampler.start, self.sampler.stop = self.position.step, self.schedule.total
@@ -463,9 +469,7 @@ class _Training:
         }
         self.log.steps_done(position.step, numbers, skipped)
         if in_a_row >= self.run.max_skipped:
-            seed_all(
-                self.run.seed, position.step, self.optim.grad_accum_steps - 1, self.processes.rank
-            )
+            self._seed(position.step - 1, self.optim.grad_accum_steps - 1)
             where = find_nonfinite(self.plain, lambda: self._loss(last_batch), self.processes)
             raise NonFiniteError(
                 f"stopped at step {position.step:,}: {in_a_row} steps in a row gave numbers that are not "
@@ -475,7 +479,7 @@ class _Training:
 
     def _loss(self, batch: Any) -> Tensor:
         with self._autocast():
-            return self.task.train_step(self.plain, batch)[0]
+            return self.task.train_step(self.plain, self.task.prepare(batch))[0]
 
     # Evaluation and checkpoints
 

@@ -5,9 +5,10 @@ kernel takes a flag ``found_inf`` from the device and then changes neither weigh
 losses stay on the device, too; they are read, and bad steps counted, when the log is written.
 """
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +42,34 @@ class GuardedOptimizer:
         # Of every step since the last reading: names and numbers, the norm at the end.
         self.unread: list[list[tuple[str, Tensor]]] = []
         self.in_a_row = 0
+        self.lr: Tensor | None = None
+        self.keep_gradients = False
         # A forward pass with bad numbers also spoils the statistics of batch norms.
         self.norms_since_settled: list[Tensor] = []
         self.buffers = [b for b in model.buffers() if b.is_floating_point()]
         self.kept_buffers = [b.clone() for b in self.buffers]
 
-    def step(self, lr: float, passes: Sequence[Mapping[str, Tensor]]) -> None:
-        """Clip, step, clear the gradients; keep the numbers of each pass (0-dim tensors) for the log."""
+    def hold_on_device(self, keep_gradients: bool) -> None:
+        """From now on :meth:`update` reads the learning rate from the device, as a CUDA graph needs it.
+
+        ``keep_gradients``: it leaves the memory of the gradients in place, filled with 0, for passes to add to.
+        """
+        scales = [group.get("lr_scale", 1.0) for group in self.optimizer.param_groups]
+        self.lr = torch.zeros((), device=self.processes.device)
+        self.lr_scales = torch.tensor(scales, device=self.processes.device)
+        self.keep_gradients = keep_gradients
+        # The first updates are made before there is a graph.
+        self.optimizer._warned_capturable_if_run_uncaptured = True
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the next update."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
+        if self.lr is not None:
+            self.lr.fill_(lr)
+
+    def update(self) -> Tensor:
+        """Clip, step, clear the gradients; return their norm. Nothing here waits for the device."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         norms = torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
@@ -58,13 +78,34 @@ class GuardedOptimizer:
         self.optimizer.grad_scale = (norm / self.clip).clamp_(min=1) if self.clip else None  # type: ignore[attr-defined]
         # Infinity and NaN, times 0, are NaN.
         self.optimizer.found_inf = (norm * 0).nan_to_num_(nan=1.0)  # type: ignore[attr-defined]
-        self.optimizer.step()
+        with self._lr_of_the_device():
+            self.optimizer.step()
         if self.scaler.is_enabled():
             self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.norms_since_settled.append(norm)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        return norm
+
+    @contextlib.contextmanager
+    def _lr_of_the_device(self) -> Iterator[None]:
+        """If it is there, the groups have it inside; outside they have numbers, as checkpoints want them."""
+        if self.lr is None:
+            yield
+            return
+        groups = self.optimizer.param_groups
+        kept = [(group["lr"], group["capturable"]) for group in groups]
+        for group, lr in zip(groups, (self.lr * self.lr_scales).unbind(), strict=True):
+            group["lr"], group["capturable"] = lr, True
+        try:
+            yield
+        finally:
+            for group, (lr, capturable) in zip(groups, kept, strict=True):
+                group["lr"], group["capturable"] = lr, capturable
+
+    def note(self, passes: Sequence[Mapping[str, Tensor]]) -> None:
+        """Keep the numbers of a step's passes (0-dim tensors) for the log; the last is the gradient's norm."""
         numbers = [number for each in passes for number in each.items()]
-        self.unread.append([*numbers, ("grad_norm", norm)])
+        self.norms_since_settled.append(numbers[-1][1])
+        self.unread.append(numbers)
 
     def read(self) -> tuple[dict[str, float], int, int]:
         """Means of the numbers since the last reading, steps left out since then, and in a row until now.

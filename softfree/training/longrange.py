@@ -128,6 +128,7 @@ class LongRange(Task):
     name = "longrange"
     recipes = RECIPES
     metric = "accuracy"
+    capturable = True
 
     @classmethod
     def usual_recipe(cls, given: Given) -> str:

@@ -93,6 +93,8 @@ class RunSettings:
     """keep weights and images with the channels last in memory"""
     torchcompile: bool = False
     """compile the model with torch.compile"""
+    cuda_graph: bool = False
+    """classification and longrange, one GPU: replay steps from a CUDA graph, however slow the host"""
     grad_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     sync_bn: bool = False

@@ -19,6 +19,11 @@ def guarded(model, clip):
     return GuardedOptimizer(model, groups, OptimSettings(clip_grad=clip), ALONE)
 
 
+def step(guard, passes):
+    guard.set_lr(1e-3)
+    guard.note([*passes, {"grad_norm": guard.update()}])
+
+
 def give_gradients(model, length):
     """A gradient of this norm, the same for every model of this shape."""
     torch.manual_seed(0)
@@ -41,7 +46,7 @@ def test_long_gradients_are_clipped_as_torch_clips_them(clip):
         give_gradients(theirs, length)
         if clip:
             nn.utils.clip_grad_norm_(theirs.parameters(), clip)
-        guard.step(1e-3, [{}])
+        step(guard, [])
         optimizer.step()
     torch.testing.assert_close(ours.weight, theirs.weight)
     assert guard.read()[0]["grad_norm"] == pytest.approx(3.1 / 3)
@@ -51,11 +56,11 @@ def test_bad_steps_change_nothing_and_are_counted_but_not_averaged():
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     guard = guarded(model, clip=1.0)
     mean = model[1].running_mean
-    for step, bad in enumerate((math.nan, 1.0, math.inf, math.nan)):
+    for number, bad in enumerate((math.nan, 1.0, math.inf, math.nan)):
         give_gradients(model, 2.0)
         model[0].bias.grad *= bad
         before = copy.deepcopy(model.state_dict())
-        guard.step(1e-3, [{"loss": torch.tensor(step * bad)}, {"loss": torch.tensor(3.0)}])
+        step(guard, [{"loss": torch.tensor(number * bad)}, {"loss": torch.tensor(3.0)}])
         changed = not torch.equal(before["0.weight"], model[0].weight)
         assert changed == math.isfinite(bad)
     mean.fill_(math.nan)
@@ -63,7 +68,7 @@ def test_bad_steps_change_nothing_and_are_counted_but_not_averaged():
     assert means == pytest.approx({"loss": 2.0, "grad_norm": 2.0}) and (skipped, in_a_row) == (3, 2)
     assert mean.tolist() == [0.0, 0.0]
     give_gradients(model, math.inf)
-    guard.step(1e-3, [{"loss": torch.tensor(math.inf)}])
+    step(guard, [{"loss": torch.tensor(math.inf)}])
     means, skipped, in_a_row = guard.read()
     assert math.isnan(means["loss"]) and (skipped, in_a_row) == (1, 3)
 

@@ -1,0 +1,171 @@
+"""One step of the optimizer: forward and backward passes over batches, then the update.
+
+Of a step the host does a part: it takes batches, seeds generators, sets the learning rate, keeps numbers for the
+log. The rest, :meth:`Step.body`, is the device's: it waits for no number. :class:`GraphedStep` captures it as a
+CUDA graph, which the host then begins in one go.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from softfree.models.graphs import WARM_UP, CudaGraphs
+from softfree.training import distributed
+from softfree.training.devices import autocast
+from softfree.training.distributed import Processes
+from softfree.training.guard import GuardedOptimizer
+from softfree.training.settings import OptimSettings, RunSettings
+
+MOST_GRAPHS = 32
+Numbers = dict[str, Tensor]
+TrainStep = Callable[[nn.Module, Any], tuple[Tensor, Numbers]]
+
+
+class Step:
+    """A step that the host begins kernel by kernel.
+
+    Args:
+        device: where the model is.
+        model: to call in training, perhaps a wrapper of the optimizer's.
+        prepare: from a batch to what ``train_step`` takes; random numbers of the host are drawn here.
+        train_step: loss of a batch and other numbers for the log, see :meth:`softfree.training.engine.Task.train_step`.
+        optimizer: of the model's parameters.
+        optim: the run's settings.
+        seed: ``seed(step, pass_)`` seeds the generators before a pass.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        model: nn.Module,
+        prepare: Callable[[Any], Any],
+        train_step: TrainStep,
+        optimizer: GuardedOptimizer,
+        optim: OptimSettings,
+        seed: Callable[[int, int], None],
+    ):
+        self.model, self.prepare, self.train_step = model, prepare, train_step
+        self.optimizer, self.seed, self.device = optimizer, seed, device
+        self.passes, self.amp_dtype = optim.grad_accum_steps, optim.amp_dtype
+        # Of a pass in its step: where the backward pass begins, instead of 1.
+        self.share = torch.tensor(1 / self.passes, device=device)
+
+    def __call__(self, batches: Iterator[Any], step: int, lr: float) -> Any:
+        """Step number ``step`` (from 0) on the next batches; returns the last."""
+        self.optimizer.set_lr(lr)
+        numbers = []
+        for pass_ in range(self.passes):
+            batch = next(batches)
+            self.seed(step, pass_)
+            numbers.append(self.run(self.prepare(batch), last=pass_ == self.passes - 1))
+        self.optimizer.note(numbers)
+        return batch
+
+    def run(self, batch: Any, last: bool) -> Numbers:
+        """:meth:`body`, its numbers in memory that nothing writes to afterwards."""
+        return self.body(batch, last)
+
+    def body(self, batch: Any, last: bool) -> Numbers:
+        """A pass, and after a step's ``last`` one the update, whose norm is then the last of the numbers."""
+        with distributed.gradients_stay_local(self.model, not last):
+            with autocast(self.amp_dtype, self.device):
+                loss, others = self.train_step(self.model, batch)
+            self.optimizer.scaler.scale(loss).backward(self.share)
+        numbers = {name: x.detach() for name, x in {"loss": loss, **others}.items()}
+        return numbers | {"grad_norm": self.optimizer.update()} if last else numbers
+
+
+class Recorder(Protocol):
+    """What captures calls; see :class:`softfree.models.graphs.CudaGraphs`."""
+
+    def warm_up(self, body: Callable[[], Any]) -> Any: ...
+
+    def record(self, body: Callable[[], Any]) -> Callable[[], Any]: ...
+
+
+class GraphedStep(Step):
+    """A step whose passes are captured and replayed, a graph for each shape of a batch.
+
+    The first ``WARM_UP`` passes of a shape are ordinary ones, as are all once there are ``MOST_GRAPHS``; these, too,
+    read the learning rate from the device, so that it makes no difference which passes they are.
+    """
+
+    def __init__(self, *args: Any, recorder: Recorder):
+        super().__init__(*args)
+        self.recorder = recorder
+        self.seen: dict[Any, int] = {}
+        self.graphs: dict[Any, tuple[list[Tensor], list[str], Callable[[], Tensor]]] = {}
+        self.optimizer.hold_on_device(keep_gradients=self.passes > 1)
+
+    def run(self, batch: Any, last: bool) -> Numbers:
+        leaves, structure = tree_flatten(batch)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[i] for i in places]
+        key = (
+            last,
+            *((i, t.shape, t.dtype, t.stride()) for i, t in zip(places, tensors, strict=True)),
+        )
+        if key not in self.graphs:
+            self.seen[key] = self.seen.get(key, 0) + 1
+            if self.seen[key] <= WARM_UP or len(self.graphs) == MOST_GRAPHS:
+                return self.recorder.warm_up(lambda: self.body(batch, last))
+            inputs = [t.clone() for t in tensors]
+            for i, tensor in zip(places, inputs, strict=True):
+                leaves[i] = tensor
+            self.graphs[key] = (inputs, *self._capture(tree_unflatten(leaves, structure), last))
+        inputs, names, replay = self.graphs[key]
+        torch._foreach_copy_(inputs, tensors)
+        # A copy: the next replay writes to the same place.
+        return dict(zip(names, replay().clone().unbind(), strict=True))
+
+    def _capture(self, batch: Any, last: bool) -> tuple[list[str], Callable[[], Tensor]]:
+        """Names of the numbers, and the graph that gives them as one tensor."""
+        names: list[str] = []
+
+        def body() -> Tensor:
+            numbers = self.body(batch, last)
+            names.extend(numbers)
+            return torch.stack([x.float() for x in numbers.values()])
+
+        try:
+            replay = self.recorder.record(body)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # The end of a capture that has failed raises an error of its own.
+            reason = str(error.__context__ or error).strip().splitlines()[0]
+            raise ValueError(
+                f"`cuda_graph`: this model's step can't be captured ({reason}); it trains without"
+            ) from error
+        return names, replay
+
+
+def check_graph(capturable: bool, task: str, run: RunSettings, processes: Processes) -> None:
+    """Refuse a CUDA graph of what can't be in one."""
+    if not capturable:
+        raise ValueError(
+            f"`cuda_graph` is for classification and longrange; a step of {task} asks the GPU for numbers"
+        )
+    if processes.device.type != "cuda":
+        raise ValueError(f"`cuda_graph` needs a GPU, got `device` {processes.device.type}")
+    if processes.count > 1:
+        raise ValueError(
+            f"`cuda_graph` is for one process, got {processes.count}: the exchange of gradients is not captured"
+        )
+    if run.grad_checkpointing:
+        raise ValueError(
+            "`cuda_graph` can't be with `grad_checkpointing`, which asks for the state of the generators"
+        )
+
+
+def create_step(
+    capturable: bool, task: str, run: RunSettings, processes: Processes, *parts: Any
+) -> Step:
+    """The step of a run; ``parts`` are the further arguments of :class:`Step`."""
+    if not run.cuda_graph:
+        return Step(processes.device, *parts)
+    check_graph(capturable, task, run, processes)
+    return GraphedStep(processes.device, *parts, recorder=CudaGraphs(processes.device))
