@@ -3,11 +3,11 @@
 Every sampler is a module ``sampler(q, size, mask)``:
 
     q      (batch, heads, tokens, head_dim), any strides
-    size   (H, W) of the image behind the tokens, or None for a sequence
+    size   (H, W) of the image behind the tokens, (T, H, W) of a volume, or None for a sequence
     mask   (batch, tokens) bool or None, True for real tokens
 
 and gives landmarks (batch, heads, m, head_dim) with a mask (batch, m), or None where all are real.
-Tokens before the ``H * W`` image tokens (a class token) are prefix tokens.
+Tokens before the ``H * W`` (``T * H * W``) tokens of the image, such as a class token, are prefix tokens.
 """
 
 import math
@@ -24,7 +24,9 @@ from softfree.ops.norm import landmark_norm
 from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
 
+Grid = tuple[int, ...]
 Size = tuple[int, int] | None
+AnySize = Grid | None
 SamplerName = Literal["conv", "average", "random", "first"]
 SAMPLERS: tuple[SamplerName, ...] = ("conv", "average", "random", "first")
 DEFAULT_COUNT = 49
@@ -75,7 +77,13 @@ Landmarks = str | int | tuple[str, int | None] | LandmarkSpec
 
 
 def create_sampler(
-    spec: Landmarks, head_dim: int, stride: int, *, sequence: bool = False, strict: bool = True
+    spec: Landmarks,
+    head_dim: int,
+    stride: int,
+    *,
+    sequence: bool = False,
+    volume: bool = False,
+    strict: bool = True,
 ) -> nn.Module:
     """The sampler that ``spec`` names; the arguments are those of :class:`softfree.SoftAttention`."""
     parsed = LandmarkSpec.parse(spec)
@@ -83,7 +91,7 @@ def create_sampler(
     if stride < 1:
         raise ValueError(f"stride must be >= 1, got {stride}")
     if sampler == "conv":
-        return ConvLandmarks(head_dim, stride, count, sequence=sequence)
+        return ConvLandmarks(head_dim, stride, count, sequence=sequence, volume=volume)
     if sampler == "average":
         return AverageLandmarks(stride, count)
     chosen = RandomLandmarks if sampler == "random" else FirstLandmarks
@@ -105,22 +113,20 @@ class _WindowLandmarks(nn.Module):
     def extra_repr(self) -> str:
         return f"stride={self.stride}, count={self.count}"
 
-    def reduce(
-        self, q: Tensor, mask: Tensor | None, grid: tuple[int, int], window: tuple[int, int]
-    ) -> Tensor:
+    def reduce(self, q: Tensor, mask: Tensor | None, grid: Grid, window: Grid) -> Tensor:
         """One landmark of each window of the grid's tokens: (batch, heads, m, d)."""
         raise NotImplementedError
 
-    def layout(self, tokens: int, size: Size) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    def layout(self, tokens: int, size: AnySize) -> tuple[int, Grid, Grid]:
         """How many of the tokens are a prefix, the grid of the others, and a window of it."""
         if size is None or (self.stride == 1 and self.count is None):
             # A sequence; or each token is a window, wherever it stands, prefix tokens included.
             return 0, (1, tokens), (1, self.stride)
-        return tokens - size[0] * size[1], size, (self.stride, self.stride)
+        return tokens - math.prod(size), size, (self.stride,) * len(size)
 
     def windows_and_pooling(
         self, x: Tensor, size: tuple[int, int]
-    ) -> tuple[tuple[int, int], tuple[int, int], Tensor | None]:
+    ) -> tuple[Any, Any, Tensor | None]:
         """Of tokens (batch, n, channels): the grid of the last ones, a window of it, the matrix that pools them.
 
         The matrix is (landmarks, windows); None: there are no more windows than landmarks.
@@ -135,7 +141,7 @@ class _WindowLandmarks(nn.Module):
         # Where each token is a window, prefix tokens are the first windows.
         return ((1, tokens) if self.stride == 1 else grid), window, pooling
 
-    def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
+    def forward(self, q: Tensor, size: AnySize, mask: Tensor | None = None) -> Sampled:
         prefix, grid, window = self.layout(q.shape[2], size)
         real = None if mask is None else mask[:, prefix:]
         landmarks = self.reduce(q[:, :, prefix:], real, grid, window)
@@ -145,7 +151,7 @@ class _WindowLandmarks(nn.Module):
             landmarks, landmark_mask = pool_grid(landmarks, landmark_mask, counts, self.count)
         if prefix and self.stride == 1:
             real = None if mask is None else mask[:, :prefix]
-            first = self.reduce(q[:, :, :prefix], real, (1, prefix), window)
+            first = self.reduce(q[:, :, :prefix], real, (1, prefix), (1, 1))
             landmarks = torch.cat([first, landmarks], 2)
             if landmark_mask is not None:
                 present = landmark_mask.new_ones(q.shape[0], prefix) if real is None else real
@@ -154,7 +160,7 @@ class _WindowLandmarks(nn.Module):
 
 
 class AverageLandmarks(_WindowLandmarks):
-    """The mean of each ``stride`` x ``stride`` window (``stride`` tokens of a sequence).
+    """The mean of each ``stride`` x ``stride`` window (``stride`` tokens of a sequence, a cube of a volume).
 
     Windows at the border, and windows with masked tokens, average the tokens that are there.
 
@@ -165,9 +171,7 @@ class AverageLandmarks(_WindowLandmarks):
         torch.Size([2, 3, 4, 32])
     """
 
-    def reduce(
-        self, q: Tensor, mask: Tensor | None, grid: tuple[int, int], window: tuple[int, int]
-    ) -> Tensor:
+    def reduce(self, q: Tensor, mask: Tensor | None, grid: Grid, window: Grid) -> Tensor:
         by_window = windows(q, grid, window)
         if mask is None:
             if not cross_the_border(grid, window):
@@ -187,13 +191,19 @@ class ConvLandmarks(_WindowLandmarks):
     """
 
     def __init__(
-        self, head_dim: int, stride: int, count: int | None = None, *, sequence: bool = False
+        self,
+        head_dim: int,
+        stride: int,
+        count: int | None = None,
+        *,
+        sequence: bool = False,
+        volume: bool = False,
     ):
         super().__init__(stride, count)
         self.scale = head_dim**-0.25
         # (out, in, *window), as of a convolution, though windows that do not overlap need but a matrix
         # product.
-        window = (stride,) if sequence else (stride, stride)
+        window = (stride,) * (1 if sequence else 3 if volume else 2)
         self.weight = nn.Parameter(torch.empty(head_dim, head_dim, *window))
         self.norm = nn.LayerNorm(head_dim)
         self.reset_parameters()
@@ -202,12 +212,11 @@ class ConvLandmarks(_WindowLandmarks):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         self.norm.reset_parameters()
 
-    def reduce(
-        self, q: Tensor, mask: Tensor | None, grid: tuple[int, int], window: tuple[int, int]
-    ) -> Tensor:
+    def reduce(self, q: Tensor, mask: Tensor | None, grid: Grid, window: Grid) -> Tensor:
         out, channels, *built_for = self.weight.shape
         if math.prod(built_for) != math.prod(window):
-            built, given = ("images", "None") if len(built_for) == 2 else ("sequences", "(H, W)")
+            built = {1: "sequences", 2: "images", 3: "volumes"}[len(built_for)]
+            given = {1: "None", 2: "(H, W)", 3: "(T, H, W)"}[1 if window[0] == 1 else len(window)]
             raise ValueError(f"size: these landmarks were built for {built}, but size is {given}")
         if mask is not None:
             q = torch.where(mask[:, None, :, None], q, 0)
@@ -236,7 +245,7 @@ class _TokenLandmarks(nn.Module):
         """``count`` different positions below ``tokens``, rising; a row each if ``tokens`` is (batch, 1)."""
         raise NotImplementedError
 
-    def forward(self, q: Tensor, size: Size, mask: Tensor | None = None) -> Sampled:
+    def forward(self, q: Tensor, size: AnySize, mask: Tensor | None = None) -> Sampled:
         tokens = q.shape[2]
         if self.strict and self.count > tokens:
             raise ValueError(
@@ -287,7 +296,7 @@ class RandomLandmarks(_TokenLandmarks):
 
 
 def pooled_share(
-    sampler: nn.Module, sampled: Sampled, tokens: int, size: Size, mask: Tensor | None = None
+    sampler: nn.Module, sampled: Sampled, tokens: int, size: AnySize, mask: Tensor | None = None
 ) -> float | Tensor | None:
     """How many landmarks a sampler made over how many windows there are; None: nothing was pooled.
 
@@ -304,9 +313,8 @@ def pooled_share(
         return None
     landmarks, landmark_mask = sampled
     prefix, grid, window = sampler.layout(tokens, size)
-    rows, columns = window_grid(grid, window)
     single = prefix if sampler.stride == 1 else 0
-    windows = single + rows * columns
+    windows = single + math.prod(window_grid(grid, window))
     # An exported program is not asked: the answer would fix it to a size.
     if isinstance(windows, int) and landmarks.shape[2] == windows:
         return None
@@ -319,7 +327,7 @@ def pooled_share(
     return made / (mask[:, :single].sum(1) + with_tokens).clamp(min=1)
 
 
-def _mask_windows(mask: Tensor, grid: tuple[int, int], window: tuple[int, int]) -> Tensor:
+def _mask_windows(mask: Tensor, grid: Grid, window: Grid) -> Tensor:
     """Mask (batch, tokens) by window: (batch, m, window). What fills a window up at the border is masked."""
     return windows(mask[:, None, :, None], grid, window)[:, 0, :, :, 0]
 

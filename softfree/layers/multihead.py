@@ -1,10 +1,13 @@
 """What the attentions share: the checks of their input, and the frame of those with queries, keys and values."""
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softfree.layers.landmarks import Size
+from softfree.layers.landmarks import AnySize, Size
 
 
 class MultiHeadAttention(nn.Module):
@@ -97,22 +100,30 @@ def check_tokens(x: Tensor, source: Tensor, mask: Tensor | None, dim: int) -> No
         )
 
 
-def check_size(size: Size, tokens: int, sequence: bool) -> None:
-    """Raise unless ``size`` is that of an image of at most ``tokens`` (None for sequences)."""
+def check_size(size: AnySize, tokens: int, sequence: bool, volume: bool = False) -> None:
+    """Raise unless ``size`` is that of an image (a volume) of at most ``tokens``, None for sequences."""
     if sequence:
         if size is not None:
             raise ValueError(f"size must be None with sequence=True, got {size!r}")
         return
+    form, things = ("(T, H, W)", "volumes") if volume else ("(H, W)", "images")
     if size is None:
         raise ValueError(
-            "size must be (H, W) for images; build the layer with sequence=True for none"
+            f"size must be {form} for {things}; build the layer with sequence=True for none"
         )
-    if len(size) != 2:
-        raise ValueError(f"size must be (H, W), got {size!r}")
+    given: Any = size
+    if isinstance(given, Tensor):
+        raise TypeError(
+            f"size must be {form}, got a tensor: keys and values of its own are given as "
+            "layer(x, size, context=tokens), projections are inside"
+        )
+    if len(size) != (3 if volume else 2):
+        hint = "" if len(size) != 3 else "; build the layer with volume=True for (T, H, W)"
+        raise ValueError(f"size must be {form}, got {size!r}{hint}")
     # Sizes an exporter does not know are not compared: that would fix the program to them.
     if all(isinstance(n, int) for n in (*size, tokens)) and not (
-        min(size) > 0 and size[0] * size[1] <= tokens
+        min(size) > 0 and math.prod(size) <= tokens
     ):
         raise ValueError(
-            f"size must be (H, W) of at most the {tokens} tokens given, got {tuple(size)}"
+            f"size must be {form} of at most the {tokens} tokens given, got {tuple(size)}"
         )

@@ -26,35 +26,44 @@ def averaging_matrix(length: int, bins: int, like: Tensor, used: int | None = No
     return inside.to(like.dtype) / (last - first)[:, None]
 
 
-def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, int], count: int) -> Sampled:
-    """(batch, heads, rows * columns, d) pooled to at most ``count``, masked ones (batch, tokens) left out."""
-    rows, columns = grid
-    known = isinstance(rows, int) and isinstance(columns, int)
-    side = math.isqrt(count)
-    target = (side, count // side)
-    if torch.jit.is_tracing():
+def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], count: int) -> Sampled:
+    """(batch, heads, rows * columns, d) pooled to at most ``count``, masked ones (batch, tokens) left out.
+
+    ``grid`` is (rows, columns), or (times, rows, columns).
+    """
+    known = all(isinstance(side, int) for side in grid)
+    target: Any = _sides(len(grid), count)
+    if torch.jit.is_tracing() and len(grid) == 2:
         # Whether there is one row, as _target asks, is for the program to find out.
-        single: Any = torch.as_tensor(rows == 1).long()
-        target = (side + single * (1 - side), target[1] + single * (count - target[1]))
+        single: Any = torch.as_tensor(grid[0] == 1).long()
+        side, across = target
+        target = (side + single * (1 - side), across + single * (count - across))
     if known:
         target = _target(grid, count)
         if target == grid:
             return x, mask
-        if rows == 1 and mask is not None:
+        if len(grid) == 2 and grid[0] == 1 and mask is not None:
             return pool_segments(x, mask, count)
     elif mask is None:
         # How many bins a size leaves empty is not known before an exported program runs.
         mask = torch.ones_like(x[:, 0, :, 0], dtype=torch.bool)
-    down, across = _side_matrices(grid, target, x)
+    *first, across = _side_matrices(grid, target, x)
+    matrices, pooled_dims, source = _POOLING[len(grid)]
     x = x.unflatten(2, grid)
+    average = f"{matrices},bn{source}d,cw->bn{pooled_dims}d"
     if mask is None:
-        return torch.einsum("ah,bnhwd,cw->bnacd", down, x, across).flatten(2, 3), None
+        return torch.einsum(average, *first, x, across).flatten(2, -2), None
     mask = mask.unflatten(1, grid)
     x = torch.where(mask[:, None, ..., None], x, 0)
-    pooled = torch.einsum("ah,bnhwd,cw->bnacd", down, x, across)
-    present = torch.einsum("ah,bhw,cw->bac", down, mask.to(x.dtype), across)
+    pooled = torch.einsum(average, *first, x, across)
+    share = f"{matrices},b{source},cw->b{pooled_dims}"
+    present = torch.einsum(share, *first, mask.to(x.dtype), across)
     pooled = pooled / torch.where(present > 0, present, 1)[:, None, ..., None]
-    return pooled.flatten(2, 3), (present > 0).flatten(1)
+    return pooled.flatten(2, -2), (present > 0).flatten(1)
+
+
+# By the number of dimensions: letters of the matrices but the last, of the pooled grid, of the grid.
+_POOLING = {2: ("ah", "ac", "hw"), 3: ("et,ah", "eac", "thw")}
 
 
 def pool_segments(
@@ -82,7 +91,7 @@ def pool_segments(
 
 @functools.lru_cache(maxsize=64)
 def pooling_matrix(
-    single: int, grid: tuple[int, int], count: int, device: torch.device
+    single: int, grid: tuple[int, ...], count: int, device: torch.device
 ) -> Tensor | None:
     """What :func:`pool_grid` does to a grid, after ``single`` values that stay, as a matrix.
 
@@ -114,18 +123,26 @@ def smaller(a: Any, b: Any) -> Any:
     return torch.sym_min(a, b)
 
 
-def _side_matrices(grid: tuple[int, int], target: tuple[int, int], like: Tensor) -> list[Tensor]:
+def _side_matrices(grid: tuple[int, ...], target: tuple[int, ...], like: Tensor) -> list[Tensor]:
     return [
         averaging_matrix(side, bins, like, used=smaller(side, bins))
         for side, bins in zip(grid, target, strict=True)
     ]
 
 
-def _target(grid: tuple[int, int], count: int) -> tuple[int, int]:
+def _target(grid: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Sides of the grid to which at most ``count`` landmarks are pooled."""
-    rows, columns = grid
-    down, across = (1, count) if rows == 1 else (math.isqrt(count), count // math.isqrt(count))
-    return min(rows, down), min(columns, across)
+    row = len(grid) == 2 and grid[0] == 1
+    sides = (1, count) if row else _sides(len(grid), count)
+    return tuple(map(min, grid, sides))
+
+
+def _sides(dimensions: int, count: int) -> tuple[int, ...]:
+    """Sides of a grid of at most ``count``, as equal as they can be."""
+    if dimensions == 1:
+        return (count,)
+    side = math.isqrt(count) if dimensions == 2 else int(count ** (1 / dimensions) + 1e-9)
+    return (side, *_sides(dimensions - 1, count // side))
 
 
 def _bounds(

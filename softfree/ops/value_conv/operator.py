@@ -19,14 +19,14 @@ MAX_KERNEL = 15
 
 
 def value_conv(
-    v: Tensor, weight: Tensor, size: tuple[int, int], base: Tensor | None = None
+    v: Tensor, weight: Tensor, size: tuple[int, ...], base: Tensor | None = None
 ) -> Tensor:
     """``out[b, y, x, h, c] = sum weight[h, 0, dy, dx] v[b, y + dy, x + dx, h, c]``, zeros outside.
 
     Args:
         v: (batch, H * W, channels), the channels of a head next to each other; any strides before.
-        weight: (heads, 1, k, k) with k odd.
-        size: (H, W).
+        weight: (heads, 1, k, k) with k odd; (heads, 1, k, k, k) for a volume.
+        size: (H, W); (T, H, W) for a volume.
         base: (batch, H * W, channels), what the result is added to. The kernels add it as they write, so
             that the sum takes no pass of its own.
 
@@ -46,7 +46,8 @@ def value_conv(
 
 def _fits(v: Tensor, weight: Tensor, base: Tensor | None) -> bool:
     return (
-        devices.usable(v)
+        weight.ndim == 4
+        and devices.usable(v)
         and v.stride(2) == 1
         and (base is None or (base.dtype == v.dtype and base.shape == v.shape))
         and v.shape[2] // weight.shape[0] <= MAX_CHANNELS
@@ -54,12 +55,13 @@ def _fits(v: Tensor, weight: Tensor, base: Tensor | None) -> bool:
     )
 
 
-def _by_library(v: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+def _by_library(v: Tensor, weight: Tensor, size: tuple[int, ...]) -> Tensor:
     channels = v.shape[2]
     filters = weight.repeat_interleave(channels // weight.shape[0], 0)
-    image = v.unflatten(1, size).permute(0, 3, 1, 2)
-    out = F.conv2d(image, filters, padding=weight.shape[-1] // 2, groups=channels)
-    return out.permute(0, 2, 3, 1).flatten(1, 2)
+    image = v.unflatten(1, size).movedim(-1, 1)
+    convolve = F.conv2d if len(size) == 2 else F.conv3d
+    out = convolve(image, filters, padding=weight.shape[-1] // 2, groups=channels)
+    return out.movedim(1, -1).flatten(1, -2)
 
 
 def _forward(v: Tensor, weight: Tensor, base: Tensor | None, height: int, width: int) -> Tensor:

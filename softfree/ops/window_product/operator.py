@@ -38,13 +38,13 @@ TILES = {
 }
 
 
-def window_product(q: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+def window_product(q: Tensor, weight: Tensor, size: tuple[int, ...]) -> Tensor:
     """``out[b, h, w] = sum_t weight[:, :, t] q[b, h, t of window w]``, zeros beyond the border.
 
     Args:
         q: (batch, heads, H * W, d_in), any strides.
         weight: (d_out, d_in, down, across): the windows' size and stride, and a matrix a token of them.
-        size: (H, W).
+        size: (H, W); or (T, H, W), with a weight of one dimension more.
 
     Returns:
         (batch, heads, windows, d_out), windows row by row: ceil(H / down) * ceil(W / across).
@@ -59,49 +59,61 @@ def window_product(q: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
     return FORWARD(autocast(q), weight, size[0], size[1])
 
 
-def windows(tokens: Tensor, size: tuple[int, int], window: tuple[int, int]) -> Tensor:
-    """Tokens (batch, heads, H * W, d) by window: (batch, heads, windows, window, d), filled up with 0."""
-    (height, width), (down, across) = size, window
-    if down == 1 and across == 1:
+def windows(tokens: Tensor, size: tuple[int, ...], window: tuple[int, ...]) -> Tensor:
+    """Tokens (batch, heads, H * W, d) by window: (batch, heads, windows, window, d), filled up with 0.
+
+    ``size`` and ``window`` are (H, W) or (T, H, W).
+    """
+    if all(side == 1 for side in window):
         return tokens[:, :, :, None]
-    tokens = tokens.unflatten(2, (height, width))
+    tokens = tokens.unflatten(2, size)
     if cross_the_border(size, window):
-        rows, columns = window_grid(size, window)
-        tokens = F.pad(tokens, (0, 0, 0, columns * across - width, 0, rows * down - height))
+        filling = [0, 0]
+        for over in reversed(_over_the_border(size, window)):
+            filling += [0, over]
+        tokens = F.pad(tokens, filling)
     # Not by a reshape, from which torch.export would conclude that images consist of whole windows.
-    tokens = tokens.unfold(2, down, down).unfold(3, across, across)
-    return tokens.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(2, 3)
+    for axis, side in enumerate(window, 2):
+        tokens = tokens.unfold(axis, side, side)
+    channels = 2 + len(size)
+    return tokens.movedim(channels, -1).flatten(channels, -2).flatten(2, channels - 1)
 
 
-def window_grid(size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
-    """How many windows cover (H, W), along each."""
+def window_grid(size: tuple[int, ...], window: tuple[int, ...]) -> tuple[int, ...]:
+    """How many windows cover (H, W), or (T, H, W), along each."""
     # Not -(-n // k): exporters round the quotient of a negative number toward 0.
-    return (size[0] - 1) // window[0] + 1, (size[1] - 1) // window[1] + 1
+    return tuple((length - 1) // side + 1 for length, side in zip(size, window, strict=True))
 
 
-def cross_the_border(size: tuple[int, int], window: tuple[int, int]) -> bool:
+def _over_the_border(size: tuple[int, ...], window: tuple[int, ...]) -> list[int]:
+    """By how much windows exceed (H, W), along each."""
+    counts = window_grid(size, window)
+    return [n * side - length for n, side, length in zip(counts, window, size, strict=True)]
+
+
+def cross_the_border(size: tuple[int, ...], window: tuple[int, ...]) -> bool:
     """Whether windows at the border are incomplete, or may be where the size is symbolic.
 
     A symbolic size under torch.export may be padded by 0 without harm; asking for its value would fix the
     exported program to it.
     """
-    if window == (1, 1):
+    if all(side == 1 for side in window):
         return False
-    rows, columns = window_grid(size, window)
-    over = (rows * window[0] - size[0], columns * window[1] - size[1])
+    over = _over_the_border(size, window)
     return any(not isinstance(amount, int) or amount > 0 for amount in over)
 
 
 def _fits(q: Tensor, weight: Tensor) -> bool:
     return (
-        devices.usable(q, MAX_CHANNELS)
+        weight.ndim == 4
+        and devices.usable(q, MAX_CHANNELS)
         and q.stride(3) == 1
         and max(weight.shape[:2]) <= MAX_CHANNELS[q.dtype]
     )
 
 
-def _by_library(q: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
-    by_window = windows(q, size, (weight.shape[2], weight.shape[3]))
+def _by_library(q: Tensor, weight: Tensor, size: tuple[int, ...]) -> Tensor:
+    by_window = windows(q, size, tuple(weight.shape[2:]))
     matrices = weight.flatten(2).permute(2, 1, 0)
     return by_window.flatten(3) @ matrices.reshape(-1, matrices.shape[2])
 
