@@ -418,7 +418,8 @@ def _read(name: str, module: Any, projected: Tensor, size: Size) -> AttentionLay
 
 def _read_soft(name: str, module: SoftAttention, projected: Tensor, size: Size) -> SoftLayer:
     q = projected.unflatten(-1, (2, module.num_heads, module.head_dim))[:, :, 0].transpose(1, 2)
-    landmarks, present = sampled = module.sampler(q, size, None)
+    q, sampled = module.keys_and_landmarks(q, size)
+    landmarks, present = sampled
     share = pooled_share(module.sampler, sampled, q.shape[2], size)
     # A landmark that takes no part changes nothing when it is left out.
     landmarks = landmarks[0] if present is None else landmarks[0][:, present[0]]

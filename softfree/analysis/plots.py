@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from PIL import Image
 
 LABELS = {
+    "softfree": "softfree",
     "soft": "SOFT",
     "softpp": "SOFT++",
     "softpp-solve": "SOFT++, solved",

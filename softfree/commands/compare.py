@@ -62,7 +62,7 @@ class CompareSettings(LongRangeSettings):
     """Settings of `softfree compare`."""
 
     attentions: tuple[str, ...] = ATTENTIONS
-    """among soft, softpp, softmax, linformer, performer, nystromformer, reformer"""
+    """among softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer"""
     train: bool = True
     """train what is not trained yet; otherwise it is measured without"""
     seconds: float = 2.0

@@ -57,6 +57,7 @@ The papers' Tiny figures were measured on the released depths, soft_tiny_release
 parameters of the authors' code.
 Top-1: ImageNet-1k accuracy the papers report at 224². softfree ships no trained weights; it loads the \
 authors' (softfree.load_release_checkpoint)."""
+FAMILIES = ("softfree", "soft", "softpp")
 SIZES = ("tiny", "small", "medium", "large", "huge")
 
 
@@ -69,7 +70,7 @@ def models(
     """Print the family.
 
     Args:
-        pattern: only names that match, e.g. 'softpp_*' or '*_release'.
+        pattern: only names that match, e.g. 'softfree_*' or '*_release'.
         img_size: side of the square image the multiply-adds are counted for.
         as_json: print JSON, for programs.
     """
@@ -94,15 +95,15 @@ def matching_names(pattern: str) -> list[str]:
     if not names:
         raise ValueError(
             f"no model matches {pattern!r}; `softfree models` lists all {len(ours)}, "
-            "and patterns look like 'softpp_*'"
+            "and patterns look like 'softfree_*'"
         )
     return sorted(names, key=_order)
 
 
-def _order(name: str) -> tuple[bool, bool, str, int]:
+def _order(name: str) -> tuple[bool, bool, int, int]:
     family, *rest = name.split("_")
     size = next((SIZES.index(part) for part in rest if part in SIZES), len(SIZES))
-    return "release" in rest, "vit" in rest, family, size
+    return "release" in rest, "vit" in rest, FAMILIES.index(family), size
 
 
 def describe(name: str, img_size: int) -> dict[str, object]:
@@ -149,7 +150,7 @@ def print_table(rows: Sequence[dict], img_size: int) -> None:
     group = None
     for row in rows:
         release, isotropic, family, _ = _order(str(row["name"]))
-        this_group = (release, isotropic, "" if isotropic else family)
+        this_group = (release, isotropic, 0 if isotropic else family)
         if group not in (None, this_group):
             table.add_section()
         group = this_group

@@ -8,6 +8,8 @@ context  (batch, keys, channels), attend to these instead of ``x``; ``size`` and
 An image may have tokens before its H * W: whatever exceeds them is a prefix (a class token).
 """
 
+import contextlib
+import math
 from typing import Any
 
 import torch
@@ -29,10 +31,14 @@ from softfree.layers.multihead import (
     query_projection,
 )
 from softfree.layers.plain import are_plain, is_plain
+from softfree.layers.pooling import Sampled
 from softfree.ops import image_attention, soft_attention
 from softfree.ops.attention import check_backend
 from softfree.ops.attention.settings import InverseSettings
+from softfree.ops.query_norm import query_norm as normed
 from softfree.ops.value_conv import value_conv
+
+LEARNED = "learned"
 
 
 class SoftAttention(nn.Module):
@@ -57,6 +63,10 @@ class SoftAttention(nn.Module):
         sequence: tokens are a sequence (``size=None``); ``value_conv`` then runs along it.
         normalize: SOFT++ (True) or SOFT (False).
         inverse, iterations, start, ridge, order, backend: see :func:`softfree.soft_attention`.
+        query_norm: a norm of each head's queries over its channels, before landmarks are sampled from them. Tokens
+            then start, and stay, at distances that the kernel tells apart.
+        bandwidth: width of the kernel, by which queries and landmarks are divided: a number, or ``"learned"``,
+            one per head that starts at 1 (``"learned:1.4"``: at 1.4).
         qv_bias: biases of the projections to queries and values.
         query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
             further apart.
@@ -90,6 +100,8 @@ class SoftAttention(nn.Module):
         start: str = "halving",
         ridge: float | None = None,
         order: int = 2,
+        query_norm: bool = False,
+        bandwidth: float | str = 1.0,
         qv_bias: bool = True,
         query_gain: float = 1.0,
         output_gain: float = 1.0,
@@ -111,6 +123,9 @@ class SoftAttention(nn.Module):
         self.normalize = normalize
         self.inverse, self.iterations, self.start, self.ridge, self.order = settings
         self.backend = backend
+        self.query_norm = query_norm
+        self.bandwidth, learned = parse_bandwidth(bandwidth)
+        self.log_bandwidth = nn.Parameter(torch.empty(num_heads)) if learned else None
         self.qv = nn.Linear(dim, 2 * dim, bias=qv_bias)
         self.sampler = create_sampler(
             landmarks, self.head_dim, stride, sequence=sequence, strict=strict_landmarks
@@ -132,17 +147,28 @@ class SoftAttention(nn.Module):
 
     @torch.no_grad()
     def apply_gains(self) -> None:
-        """Multiply weights that were just drawn by the gains; a model that draws them anew calls it after that."""
+        """Multiply weights that were just drawn by the gains; a model that draws them anew calls it after that.
+
+        Learned bandwidths begin here, too.
+        """
         self.qv.weight[: self.qv.in_features].mul_(self.query_gain)
         self.proj.weight.mul_(self.output_gain)
         if isinstance(self.sampler, ConvLandmarks):
             nn.init.constant_(self.sampler.norm.weight, self.landmark_gain)
+        if self.log_bandwidth is not None:
+            nn.init.constant_(self.log_bandwidth, math.log(self.bandwidth))
 
     def extra_repr(self) -> str:
         kind = "SOFT++" if self.normalize else "SOFT"
         how = f"iterations={self.iterations}, start={self.start}"
         if self.inverse == "solve":
             how = f"inverse=solve, order={self.order}, ridge={self.ridge:g}"
+        if self.query_norm:
+            how += ", query_norm"
+        if self.log_bandwidth is not None or self.bandwidth != 1:
+            how += f", bandwidth={self.bandwidth:g}"
+        if self.log_bandwidth is not None:
+            how += ", learned"
         return f"{kind}, heads={self.num_heads}, {how}"
 
     def forward(
@@ -158,12 +184,14 @@ class SoftAttention(nn.Module):
         if context is None and mask is None and size is not None and self._is_one_operator(x):
             return self._attend_at_once(x, size)
         q, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
-        keys, values = q.transpose(1, 2), v.transpose(1, 2)
-        landmarks, landmark_mask = sampled = self.sampler(keys, size, mask)
+        values = v.transpose(1, 2)
+        keys, sampled = self.keys_and_landmarks(q.transpose(1, 2), size, mask)
+        landmarks, landmark_mask = sampled
         queries = keys
         if context is not None:
             queries = query_projection(self.qv, x)
             queries = queries.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            queries = self._by_width(self._normed(queries))
         out = soft_attention(
             queries,
             keys,
@@ -187,10 +215,29 @@ class SoftAttention(nn.Module):
             out = self.value_conv(v.flatten(2), size, mask, out)
         return self.proj(out)
 
+    def keys_and_landmarks(
+        self, q: Tensor, size: Size = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Sampled]:
+        """What the kernel compares, from the projected (batch, heads, n, d): keys, and landmarks with their mask."""
+        keys = self._normed(q)
+        landmarks, landmark_mask = self.sampler(keys, size, mask)
+        return self._by_width(keys), (self._by_width(landmarks), landmark_mask)
+
+    def _normed(self, q: Tensor) -> Tensor:
+        return normed(q) if self.query_norm else q
+
+    def _by_width(self, x: Tensor) -> Tensor:
+        """(batch, heads, tokens, d) over the bandwidth."""
+        if self.log_bandwidth is not None:
+            return x * (-self.log_bandwidth).exp().to(x.dtype)[:, None, None]
+        return x if self.bandwidth == 1 else x / self.bandwidth
+
     def _is_one_operator(self, x: Tensor) -> bool:
         """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
         sampler: Any = self.sampler
         conv: Any = self.value_conv
+        if self.query_norm or self.bandwidth != 1 or self.log_bandwidth is not None:
+            return False
         if not (
             are_plain((self.qv, nn.Linear), (self.proj, nn.Linear), (conv, ValueConv))
             and is_plain(sampler, ConvLandmarks)
@@ -268,6 +315,27 @@ class ValueConv(nn.Module):
         if base is not None:
             first, base = base[:, :prefix] + first, base[:, prefix:]
         return torch.cat([first, value_conv(image, self.weight, size, base)], 1)
+
+
+def parse_bandwidth(bandwidth: float | str) -> tuple[float, bool]:
+    """The width of a kernel, at least at the start, and whether it is learned.
+
+    Example:
+        >>> parse_bandwidth(0.5), parse_bandwidth("learned"), parse_bandwidth("learned:1.4")
+        ((0.5, False), (1.0, True), (1.4, True))
+    """
+    width: Any = bandwidth
+    learned = isinstance(bandwidth, str) and bandwidth.startswith(LEARNED)
+    if isinstance(bandwidth, str):
+        start = "1" if bandwidth == LEARNED else bandwidth.removeprefix(f"{LEARNED}:")
+        with contextlib.suppress(ValueError):
+            width = float(start)
+    if isinstance(width, bool) or not isinstance(width, int | float) or not 0 < width < math.inf:
+        raise ValueError(
+            "bandwidth must be a finite number > 0, 'learned' or 'learned:' with the number it starts at, "
+            f"got {bandwidth!r}"
+        )
+    return float(width), learned
 
 
 def create_value_conv(num_heads: int, kernel_size: int, sequence: bool) -> ValueConv | None:

@@ -15,6 +15,7 @@ from softfree.layers.performer import PerformerAttention
 from softfree.layers.reformer import ReformerAttention
 
 CLASSES: dict[str, Callable[..., nn.Module]] = {
+    "softfree": SoftAttention,
     "soft": SoftAttention,
     "softpp": SoftAttention,
     "softmax": SoftmaxAttention,
@@ -24,8 +25,9 @@ CLASSES: dict[str, Callable[..., nn.Module]] = {
     "reformer": ReformerAttention,
 }
 ATTENTIONS = tuple(CLASSES)
-# What tells SOFT from SOFT++, as in the authors' code.
+# What tells SOFT from SOFT++, as in the authors' code; and our own, whose queries are normed.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "softfree": dict(query_norm=True, bandwidth="learned", landmarks="average:49", inverse="solve"),
     "soft": dict(normalize=False, start="scaled", ridge=0.01),
     "softpp": dict(normalize=True, start="halving", ridge=0.0),
 }
@@ -47,7 +49,7 @@ def create_attention(
     one set of options serves every name; one that is None is as if it were not given.
 
     Args:
-        name: ``"soft"``, ``"softpp"``, ``"softmax"``, ``"linformer"``, ``"performer"``,
+        name: ``"softfree"``, ``"soft"``, ``"softpp"``, ``"softmax"``, ``"linformer"``, ``"performer"``,
             ``"nystromformer"``, or for sequences ``"reformer"``.
         dim: channels; a multiple of ``num_heads``.
         num_heads: heads.
@@ -67,7 +69,7 @@ def create_attention(
     _check_known("attention", options, set().union(*map(option_names, CLASSES)))
     given = {key: value for key, value in options.items() if value is not None}
     settings = dict(SETTINGS.get(name, {}))
-    if given.get("inverse", "newton") != "newton":
+    if given.get("inverse", settings.get("inverse", "newton")) != "newton":
         for key in settings.keys() & {"start", "ridge"}:  # the authors' are Newton's
             del settings[key]
     chosen = {**settings, "sequence": sequence, **given}

@@ -16,18 +16,27 @@ from softfree.models.registry import is_ours
 
 REDUCTIONS = (4, 8, 16, 32)
 # The papers' 49 landmarks at 224², and no more at any size: the cost per token stays that of 224².
-FIXED_LANDMARKS = "conv:49"
+FIXED_COUNT = 49
 
 
-def backbone_arguments(
-    name: str, landmarks: str | None = FIXED_LANDMARKS, **kwargs: Any
-) -> dict[str, Any]:
+def fixed_landmarks(name: str, attention: str | None = None) -> str:
+    """Landmarks of a backbone's own kind, as many at most at any size as there are at 224².
+
+    Example:
+        >>> fixed_landmarks("softfree_tiny"), fixed_landmarks("softpp_tiny")
+        ('average:49', 'conv:49')
+    """
+    own = (attention or name.partition("_")[0]) == "softfree"
+    return f"{'average' if own else 'conv'}:{FIXED_COUNT}"
+
+
+def backbone_arguments(name: str, landmarks: str | None = None, **kwargs: Any) -> dict[str, Any]:
     """Keywords for ``timm.create_model(name)`` as a dense model wants the backbone.
 
     Args:
         name: a model that timm knows.
-        landmarks: of SOFT and SOFT++ backbones; the default is a fixed number, ``"conv"`` is the papers'
-            fixed stride, whose number grows with the image. Other backbones have none.
+        landmarks: of softfree's backbones; None or ``""``: a fixed number, see :func:`fixed_landmarks`. ``"conv"``
+            is the papers' fixed stride, whose number grows with the image. Other backbones have none.
         kwargs: further keywords, which win.
     """
     if not timm.is_model(name):
@@ -35,8 +44,8 @@ def backbone_arguments(
             f"no model is called {name!r}; `softfree models` lists softfree's, timm.list_models() all"
         )
     arguments: dict[str, Any] = {}
-    if is_ours(name) and landmarks is not None:
-        arguments["landmarks"] = landmarks
+    if is_ours(name):
+        arguments["landmarks"] = landmarks or fixed_landmarks(name, kwargs.get("attention"))
     if timm.models.model_entrypoint(name).__module__.endswith(".swin_transformer"):
         arguments["strict_img_size"] = False
     return arguments | kwargs
@@ -53,7 +62,7 @@ def available_reductions(name: str, arguments: dict[str, Any]) -> list[int]:
     if not set(REDUCTIONS) <= set(available):
         raise ValueError(
             f"{name} has maps at 1/{', 1/'.join(map(str, available))} of the image; dense models "
-            "need 1/4, 1/8, 1/16 and 1/32, as softpp_*, swin_*, pvt_v2_* and resnet* have"
+            "need 1/4, 1/8, 1/16 and 1/32, as softfree_*, softpp_*, swin_*, pvt_v2_* and resnet* have"
         )
     return available
 

@@ -1,4 +1,4 @@
-"""SOFT and SOFT++ without a pyramid: one resolution from the first layer to the last.
+"""Backbones without a pyramid: one resolution from the first layer to the last.
 
 image -> 16 x 16 patches -> positions -> 12 blocks -> mean of the tokens -> classifier
 """
@@ -29,8 +29,8 @@ class SoftVisionTransformer(Backbone):
         patch_size: side of a patch; images are padded to a multiple of it.
         embed_dim, num_heads, depth: of the blocks.
         attention, mlp_ratio, attention_options: as in :class:`softfree.models.SoftPyramid`.
-        landmarks, stride, value_conv: as in :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at
-            224².
+        landmarks: as in :class:`softfree.models.SoftPyramid`.
+        stride, value_conv: as in :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at 224².
         drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
     """
 
@@ -47,7 +47,7 @@ class SoftVisionTransformer(Backbone):
         num_heads: int = 12,
         depth: int = 12,
         attention: str = "softpp",
-        landmarks: Landmarks = "conv",
+        landmarks: Landmarks | None = None,
         stride: int = 2,
         value_conv: int = 3,
         mlp_ratio: float | None = None,
@@ -112,7 +112,9 @@ class SoftVisionTransformer(Backbone):
         return dict(stem=r"^patch_embed|^pos_embed", blocks=[(r"^blocks\.(\d+)", None)])
 
 
-MODEL_ARGUMENTS = {f"{family}_vit_small": dict(attention=family) for family in ("soft", "softpp")}
+MODEL_ARGUMENTS = {
+    f"{family}_vit_small": dict(attention=family) for family in ("softfree", "soft", "softpp")
+}
 default_cfgs = generate_default_cfgs(
     {f"{name}.untrained": default_cfg(first_conv="patch_embed") for name in MODEL_ARGUMENTS}
 )

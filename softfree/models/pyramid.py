@@ -1,10 +1,10 @@
-"""The SOFT and SOFT++ pyramid backbones (Table 1 of the papers), and the authors' released variant.
+"""Pyramid backbones: softfree's own, SOFT and SOFT++ (Table 1 of the papers), and the authors' released variant.
 
 Any attention of :mod:`softfree.layers.factory` can stand in SOFT's place.
 
     image -> stem -> [positions -> blocks] -> downsample -> [positions -> blocks] -> ... four stages
 
-An image of side s has maps of side s/4, s/8, s/16 and s/32. Stage 4 has a class token.
+An image of side s has maps of side s/4, s/8, s/16 and s/32. Stage 4 of the papers' models has a class token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,13 +69,16 @@ class SoftPyramid(Backbone):
         num_classes: outputs of the classifier; 0 for none.
         global_pool: ``"token"`` (class token), ``"avg"`` (mean of the image tokens) or ``""``.
         embed_dims, num_heads, depths: per stage.
-        attention: ``"softpp"``, ``"soft"``, or a rival for comparison: ``"softmax"``, ``"linformer"``,
-            ``"performer"``, ``"nystromformer"``. Of the three settings below a rival takes those it knows.
+        attention: ``"softfree"``, ``"softpp"``, ``"soft"``, or a rival for comparison: ``"softmax"``,
+            ``"linformer"``, ``"performer"``, ``"nystromformer"``. Of the three settings below a rival takes those it
+            knows.
         landmarks: sampler and count, e.g. ``"conv"`` (one landmark per window: 49 at 224², more at larger
-            images), ``"conv:49"`` (never more than 49), ``"average"``, ``"random:49"``, ``"first:49"``.
+            images), ``"conv:49"`` (never more than 49), ``"average"``, ``"random:49"``, ``"first:49"``. None:
+            ``"average:49"`` for softfree, ``"conv"`` for SOFT and SOFT++.
         strides: side of a landmark's window per stage.
         value_convs: side of the depthwise convolution of V per stage.
         overlap: 3x3 convolutions in stem and downsampling (Table 11b); False: windows side by side.
+        class_token: one token more in stage 4, which ``global_pool="token"`` reads.
         softmax_last_stage: stage 4 of pre-norm softmax blocks, as in the authors' released models.
         pre_norm: norm before each branch, in all stages, instead of after the sum as in the papers.
         mlp_ratio: hidden channels of the MLPs over channels; None: 4, but 3.5 with a rival, whose separate
@@ -85,7 +88,6 @@ class SoftPyramid(Backbone):
             ``landmark_gain=0.25`` of :class:`softfree.SoftAttention`, ``kernel="relu"`` of the Performer.
     """
 
-    num_prefix_tokens = 1
     parts = "stages"
 
     def __init__(
@@ -98,10 +100,11 @@ class SoftPyramid(Backbone):
         num_heads: Sequence[int] = (2, 4, 10, 16),
         depths: Sequence[int] = (2, 2, 5, 2),
         attention: str = "softpp",
-        landmarks: Landmarks = "conv",
+        landmarks: Landmarks | None = None,
         strides: Sequence[int] = (8, 4, 2, 1),
         value_convs: Sequence[int] = (9, 5, 3, 3),
         overlap: bool = True,
+        class_token: bool = True,
         softmax_last_stage: bool = False,
         pre_norm: bool = False,
         mlp_ratio: float | None = None,
@@ -122,6 +125,7 @@ class SoftPyramid(Backbone):
                     f"{name} must have {STAGES} values, one per stage, got {tuple(values)}"
                 )
         self.in_chans = in_chans
+        self.num_prefix_tokens = int(class_token)
         self.stem = stem(in_chans, embed_dims[0], overlap=overlap)
         self.downsamples = nn.ModuleList(
             downsample(embed_dims[i], embed_dims[i + 1], overlap=overlap) for i in range(STAGES - 1)
@@ -156,7 +160,7 @@ class SoftPyramid(Backbone):
                 )
                 for drop_path in rate
             ]
-            stages.append(Stage(grid, dim, blocks, class_token=last))
+            stages.append(Stage(grid, dim, blocks, class_token=last and class_token))
             self.feature_info.append(dict(num_chs=dim, reduction=4 * 2**i, module=f"stages.{i}"))
             grid = (-(-grid[0] // 2), -(-grid[1] // 2))
         self.stages = nn.ModuleList(stages)
@@ -208,6 +212,8 @@ class SoftPyramid(Backbone):
         )
 
 
+# What our own models have beside their attention.
+OWN: dict[str, Any] = dict(attention="softfree", global_pool="avg", class_token=False)
 # dims, heads, depths
 PAPER_SIZES = {
     "tiny": ((64, 128, 320, 512), (2, 4, 10, 16), (2, 2, 5, 2)),
@@ -225,7 +231,10 @@ RELEASE_SIZES = {
 
 
 def _model_arguments() -> dict[str, dict[str, Any]]:
-    arguments = {}
+    arguments = {
+        f"softfree_{size}": dict(embed_dims=dims, num_heads=heads, depths=depths, **OWN)
+        for size, (dims, heads, depths) in PAPER_SIZES.items()
+    }
     for family in ("soft", "softpp"):
         for suffix, sizes in (("", PAPER_SIZES), ("_release", RELEASE_SIZES)):
             for size, (dims, heads, depths) in sizes.items():

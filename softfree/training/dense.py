@@ -10,7 +10,7 @@ from torch import nn
 
 from softfree.layers.landmarks import LandmarkSpec
 from softfree.models.checks import check_model_name, mistakes_in
-from softfree.models.features import FIXED_LANDMARKS
+from softfree.models.features import fixed_landmarks
 from softfree.models.metadata import check_arguments
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.engine import PictureTask
@@ -22,11 +22,11 @@ class BackboneSettings:
     """The backbone and where its weights come from."""
 
     model: str = "softpp_tiny"
-    """any model of timm's with maps at 1/4, 1/8, 1/16 and 1/32: softpp_*, swin_*, pvt_v2_*, resnet*"""
+    """any model of timm's with maps at 1/4, 1/8, 1/16 and 1/32: softfree_*, softpp_*, swin_*, pvt_v2_*, resnet*"""
     model_kwargs: tuple[str, ...] = ()
     """further arguments of the backbone: embed_dims=32,64,96,128 img_size=512 drop_path_rate=0.1"""
-    landmarks: str = FIXED_LANDMARKS
-    """of SOFT backbones: conv:49 is at most 49 at any size, conv the papers' fixed stride"""
+    landmarks: str = ""
+    """of softfree's backbones: conv:49 is at most 49 at any size, conv the papers' fixed stride; '': 49 of their own"""
     backbone_checkpoint: str = ""
     """weights to start the backbone from: a checkpoint folder, a .safetensors or a .pth file"""
     frozen_bn: bool = False
@@ -35,12 +35,13 @@ class BackboneSettings:
     def arguments(self) -> dict[str, Any]:
         """``backbone_kwargs`` for the models of softfree.detection and softfree.segmentation."""
         with mistakes_in("landmarks"):
-            LandmarkSpec.parse(self.landmarks)
+            LandmarkSpec.parse(self.landmarks or "conv")
         arguments = parse_model_kwargs(self.model_kwargs)
         check_model_name(self.model)
         with mistakes_in("model_kwargs"):
             check_arguments(self.model, arguments)
-        return {"landmarks": self.landmarks, **arguments}
+        own = fixed_landmarks(self.model, arguments.get("attention"))
+        return {"landmarks": self.landmarks or own, **arguments}
 
 
 # For training on a CPU: few channels.
@@ -62,7 +63,10 @@ class DenseTask(PictureTask):
     def adapt(cls, settings: Any, given: Given) -> Any:
         """The length is fitted; a backbone other than our pyramids loses a recipe's arguments, which they alone take."""
         backbone = settings.backbone
-        pyramid = backbone.model.startswith(("soft_", "softpp_")) and "vit" not in backbone.model
+        pyramid = (
+            backbone.model.startswith(("softfree_", "soft_", "softpp_"))
+            and "vit" not in backbone.model
+        )
         if not pyramid and "model_kwargs" not in given:
             backbone = dataclasses.replace(backbone, model_kwargs=())
         optim = fit_length(settings.optim, cls.usual_length(settings), given)

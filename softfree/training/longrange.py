@@ -62,7 +62,7 @@ class SequenceModelSettings:
     """The encoder."""
 
     attention: str = "softpp"
-    """soft, softpp, softmax, linformer, performer, nystromformer or reformer"""
+    """softfree, soft, softpp, softmax, linformer, performer, nystromformer or reformer"""
     attention_options: Annotated[tuple[str, ...], tyro.conf.arg(name="model-kwargs")] = ()
     """further arguments of the attention: stride=32 (tokens of a SOFT landmark), kernel=softmax (Performer)"""
     pooling: str = "mean"

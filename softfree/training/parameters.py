@@ -27,7 +27,7 @@ def parameter_groups(
     if optim.layer_decay < 1:
         if backbone is not None and not hasattr(network, "group_matcher"):
             raise ValueError(
-                "`layer_decay` needs a backbone that tells its layers, as softpp_* and soft_* do, "
+                "`layer_decay` needs a backbone that tells its layers, as softfree_* and softpp_* do, "
                 f"got a {type(network).__name__}"
             )
         groups = param_groups_layer_decay(

@@ -396,3 +396,87 @@ def test_with_all_tokens_as_landmarks_and_a_converged_inverse_soft_is_gaussian_a
     out = torch.exp(-distances / (2 * (DIM // HEADS) ** 0.5)) @ v
     expected = attention.proj(out.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(x, size), expected, atol=1e-8, rtol=1e-8)
+
+
+def normed(q: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(q, q.shape[-1:])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("size", [(7, 5), None])
+def test_normed_queries_and_landmarks_of_them_are_divided_by_the_bandwidth(spec, size):
+    attention = layer(landmarks=spec, sequence=size is None, query_norm=True, bandwidth="learned")
+    torch.nn.init.uniform_(attention.log_bandwidth, -1, 1)
+    x = tokens(35 if size is None else 1 + 35)
+    q, v = map(heads, attention.qv(x).chunk(2, -1))
+    width = attention.log_bandwidth.exp()[:, None, None]
+    landmarks, _ = attention.sampler(normed(q), size)
+    out = softfree.soft_attention(normed(q) / width, None, v, landmarks / width)
+    out = out * share(attention, landmarks.shape[2], 18 if size is None else 12)
+    torch.testing.assert_close(attention(x, size), attention.proj(out.transpose(1, 2).flatten(2)))
+
+
+def test_a_norm_makes_the_size_of_the_queries_irrelevant():
+    attention = layer(landmarks="average", query_norm=True)
+    x = tokens(35)
+    expected = attention(x, (7, 5))
+    with torch.no_grad():
+        attention.qv.weight[:DIM] *= 30
+        attention.qv.bias[:DIM] *= 30
+    torch.testing.assert_close(attention(x, (7, 5)), expected, rtol=0, atol=1e-3)
+
+
+def test_a_bandwidth_is_a_number_or_learned_from_one():
+    x = tokens(35)
+    torch.manual_seed(0)
+    fixed = layer(query_norm=True, bandwidth=1.4)
+    torch.manual_seed(0)
+    learned = layer(query_norm=True, bandwidth="learned:1.4")
+    assert set(learned.state_dict()) - set(fixed.state_dict()) == {"log_bandwidth"}
+    torch.testing.assert_close(learned(x, (7, 5)), fixed(x, (7, 5)))
+    learned(x, (7, 5)).square().sum().backward()
+    assert (learned.log_bandwidth.grad != 0).all()
+    assert "query_norm, bandwidth=1.4, learned" in repr(learned)
+
+
+def test_without_a_norm_a_bandwidth_is_the_scale_of_the_kernel():
+    attention = layer(landmarks="average", bandwidth=2)
+    x = tokens(35)
+    q, v = map(heads, attention.qv(x).chunk(2, -1))
+    landmarks, _ = attention.sampler(q, (7, 5))
+    scale = attention.head_dim**-0.5 / 4
+    out = softfree.soft_attention(q, None, v, landmarks, scale=scale)
+    torch.testing.assert_close(attention(x, (7, 5)), attention.proj(out.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("size", [(7, 5), None])
+def test_normed_queries_attend_to_a_context_as_to_themselves(size):
+    attention = layer(
+        landmarks="average", sequence=size is None, query_norm=True, bandwidth="learned:0.7"
+    )
+    x = tokens(35)
+    mask = torch.rand(2, 35) > 0.3
+    torch.testing.assert_close(
+        attention(x, size, mask, context=x)[mask], attention(x, size, mask)[mask]
+    )
+    assert attention(tokens(4), size, context=x).shape == (2, 4, DIM)
+
+
+@pytest.mark.parametrize("size", [(4, 3), None])
+def test_gradients_of_normed_queries_are_the_derivatives(size):
+    attention = layer(
+        landmarks="average", sequence=size is None, query_norm=True, bandwidth="learned",
+        inverse="solve",
+    )  # fmt: skip
+    x, width = tokens(12, batch=1).requires_grad_(), attention.log_bandwidth
+    mask = torch.ones(1, 12, dtype=torch.bool)
+    mask[0, 5] = False
+    assert torch.autograd.gradcheck(
+        lambda x, _: attention(x, size, mask), (x, width), fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1, float("inf"), "wide", "learned:", "learned:x", True])
+def test_a_bandwidth_that_is_none_is_refused(bandwidth):
+    with pytest.raises(ValueError, match=r"bandwidth must be a finite number > 0, 'learned' or"):
+        layer(bandwidth=bandwidth)

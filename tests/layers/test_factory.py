@@ -17,7 +17,7 @@ DIM, HEADS = 16, 2
 SEQUENCE: dict[str, Any] = dict(
     stride=2, value_conv=3, grid=20, features=16, rounds=3, buckets=4, chunk=4
 )
-COUNTS = {"soft": "average", "softpp": "average", "nystromformer": 5}
+COUNTS = {"softfree": "average", "soft": "average", "softpp": "average", "nystromformer": 5}
 IMAGES = [name for name in ATTENTIONS if name != "reformer"]
 CROSS = ["softmax", "linformer", "performer"]
 
@@ -199,7 +199,8 @@ def test_attending_to_itself_as_context_is_self_attention(name):
 
 def test_the_names_are_those_of_the_comparison():
     assert ATTENTIONS == (
-        "soft", "softpp", "softmax", "linformer", "performer", "nystromformer", "reformer",
+        "softfree", "soft", "softpp", "softmax", "linformer", "performer", "nystromformer",
+        "reformer",
     )  # fmt: skip
 
 
@@ -208,6 +209,14 @@ def test_soft_and_softpp_are_the_authors_settings_unless_others_are_given():
     assert isinstance(soft, SoftAttention) and isinstance(softpp, SoftAttention)
     assert (soft.normalize, soft.start, soft.ridge) == (False, "scaled", 0.01)
     assert (softpp.normalize, softpp.start, softpp.ridge) == (True, "halving", 0.5)
+
+
+def test_softfree_is_softpp_with_normed_queries_learned_widths_and_a_solve():
+    own = images("softfree")
+    assert (own.query_norm, own.normalize, own.inverse, own.ridge) == (True, True, "solve", 0.1)
+    assert own.log_bandwidth.tolist() == [0.0] * HEADS
+    newton = images("softfree", inverse="newton")
+    assert newton.inverse_settings == images("softpp").inverse_settings
 
 
 def test_a_solve_has_a_ridge_of_its_own_in_both_unless_one_is_given():
@@ -221,7 +230,12 @@ def test_a_solve_has_a_ridge_of_its_own_in_both_unless_one_is_given():
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("linear", {}, ValueError, "attention must be one of 'soft', .*'reformer', got 'linear'"),
+        (
+            "linear",
+            {},
+            ValueError,
+            "attention must be one of 'softfree', .*'reformer', got 'linear'",
+        ),
         ("performer", dict(featurs=8), TypeError, "no option 'featurs'; there are .*'features'"),
         ("performer", dict(features=0), ValueError, "features must be >= 1, got 0"),
         ("performer", dict(kernel="elu"), ValueError, "kernel must be one of.*got 'elu'"),

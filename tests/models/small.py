@@ -7,6 +7,7 @@ from torch import nn
 
 import softfree
 
+OWN = [f"softfree_{size}" for size in ("tiny", "small", "medium", "large")]
 PAPER = [
     f"{kind}_{size}" for kind in ("soft", "softpp") for size in ("tiny", "small", "medium", "large")
 ]
@@ -15,13 +16,13 @@ RELEASE = [
     for kind in ("soft", "softpp")
     for size in ("tiny", "small", "medium", "large", "huge")
 ]
-ISOTROPIC = ["soft_vit_small", "softpp_vit_small"]
-ALL = [*PAPER, *RELEASE, *ISOTROPIC]
+ISOTROPIC = ["softfree_vit_small", "soft_vit_small", "softpp_vit_small"]
+ALL = [*OWN, *PAPER, *RELEASE, *ISOTROPIC]
 # One name of each kind of network; made small, the sizes of a family are one and the same.
-KINDS = ["soft_tiny", "softpp_tiny", "softpp_tiny_release", "softpp_vit_small"]
+KINDS = ["softfree_tiny", "soft_tiny", "softpp_tiny", "softpp_tiny_release", "softpp_vit_small"]
 
 PYRAMID = dict(embed_dims=(16, 32, 48, 64), num_heads=(1, 2, 3, 4), depths=(1, 1, 1, 1))
-PLAIN = dict(embed_dim=32, num_heads=2, depth=3, patch_size=8, landmarks="conv")
+PLAIN = dict(embed_dim=32, num_heads=2, depth=3, patch_size=8)
 
 
 def small(name: str, **kwargs: Any) -> nn.Module:

@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import save_file
 
 from softfree.models.features import (
-    FIXED_LANDMARKS,
     PyramidFeatures,
     backbone_arguments,
     pretrained_arguments,
@@ -34,7 +33,10 @@ def test_every_kind_of_backbone_gives_maps_at_the_four_reductions(name, kwargs):
 
 
 def test_soft_backbones_get_a_fixed_number_of_landmarks_unless_told_otherwise():
-    assert backbone_arguments("softpp_tiny") == {"landmarks": FIXED_LANDMARKS}
+    assert backbone_arguments("softpp_tiny") == {"landmarks": "conv:49"}
+    assert backbone_arguments("softfree_tiny") == {"landmarks": "average:49"}
+    swapped = backbone_arguments("softfree_tiny", attention="softpp")
+    assert swapped == {"landmarks": "conv:49", "attention": "softpp"}
     assert backbone_arguments("softpp_tiny", landmarks="conv") == {"landmarks": "conv"}
     assert backbone_arguments("resnet18") == {}
 

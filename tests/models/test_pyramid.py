@@ -20,6 +20,7 @@ from softfree.models import SoftPyramid
 from .small import PYRAMID, small
 
 CLASSES = {
+    "softfree": SoftAttention,
     "soft": SoftAttention,
     "softpp": SoftAttention,
     "softmax": SoftmaxAttention,
@@ -60,6 +61,20 @@ def test_a_fixed_stride_lets_landmarks_grow_with_the_image_and_a_fixed_count_doe
     assert landmark_counts(small("softpp_tiny"), 256, 256) == [64, 64, 64, 65]
     assert landmark_counts(small("softpp_tiny", landmarks="conv:49"), 256, 256) == [49, 49, 49, 50]
     assert max(landmark_counts(small("softpp_tiny", landmarks=16), 224, 320)) == 17
+
+
+def test_our_own_models_have_at_most_49_landmarks_at_any_size_and_no_class_token():
+    assert landmark_counts(small("softfree_tiny"), 224, 224) == [49] * 4
+    assert landmark_counts(small("softfree_tiny"), 512, 768) == [49] * 4
+    assert landmark_counts(small("softfree_tiny"), 64, 96) == [6] * 4
+    assert landmark_counts(small("softfree_tiny", attention="softpp"), 256, 256) == [64] * 4
+
+
+def test_a_class_token_can_be_had_and_left_out():
+    model = small("softfree_tiny", class_token=True, global_pool="token")
+    assert model.num_prefix_tokens == 1 and landmark_counts(model, 224, 224) == [49, 49, 49, 50]
+    with pytest.raises(ValueError, match=r"global_pool must be one of \['avg', ''\], got 'token'"):
+        small("softfree_tiny", global_pool="token")
 
 
 def test_the_release_ends_in_pre_norm_softmax_blocks_and_a_norm():

@@ -155,7 +155,7 @@ def memory(
     SOFT, Nyströmformer and Linformer have 49 landmarks or slots at any length.
 
     Args:
-        attentions: among soft, softpp, softmax, linformer, performer, nystromformer, reformer and
+        attentions: among softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer and
             softmax-unfused, which keeps the n x n matrix that torch's fused softmax attention avoids.
         tokens: numbers of tokens.
         batch_size: sequences at a time.

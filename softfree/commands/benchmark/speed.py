@@ -21,7 +21,7 @@ from softfree.commands.common import (
     progress,
 )
 from softfree.models.checks import SMALLEST_IMAGE, check_model_name, mistakes_in
-from softfree.models.features import FIXED_LANDMARKS, backbone_arguments
+from softfree.models.features import backbone_arguments
 from softfree.models.registry import is_ours
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.detection import DETECTORS
@@ -29,7 +29,9 @@ from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
 
 CONDITIONS = speed.ModelConditions()
 # As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
-IMAGE_ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "soft", "softpp")
+IMAGE_ATTENTIONS = (
+    "softmax", "linformer", "performer", "nystromformer", "soft", "softpp", "softfree",
+)  # fmt: skip
 GIB = "GiB: the most that was held at once, weights and images included."
 Names = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME [NAME ...]")]
 
@@ -79,7 +81,7 @@ def throughput(
     A training step is forward, cross-entropy, backward and the optimizer's step.
 
     Args:
-        attentions: among softmax, linformer, performer, nystromformer, soft, softpp; ratios are to the
+        attentions: among softmax, linformer, performer, nystromformer, soft, softpp, softfree; ratios are to the
             first.
         model: one of our backbones, whose attention is replaced.
         model_kwargs: further arguments of every backbone, such as landmarks=conv:49 for at most 49
@@ -168,7 +170,7 @@ def detector(
     names: Names,
     /,
     detector: str = "retinanet",
-    landmarks: tuple[str, ...] = (FIXED_LANDMARKS,),
+    landmarks: tuple[str, ...] = ("",),
     model_kwargs: tuple[str, ...] = (),
     img_size: tuple[int, int] = (800, 1333),
     batch_size: int = 2,
@@ -186,8 +188,8 @@ def detector(
     Args:
         names: backbones that timm knows, with four maps; ratios are to the first.
         detector: retinanet or mask-rcnn.
-        landmarks: of SOFT backbones, each of which is measured with each of these: conv:49 is at most 49
-            at any size, conv the papers' fixed stride.
+        landmarks: of softfree's backbones, each of which is measured with each of these: conv:49 is at most 49
+            at any size, conv the papers' fixed stride; '': 49 of the backbone's own.
         model_kwargs: further arguments of every backbone, such as drop_path_rate=0.
         img_size: height and width of the pictures; like a detector's they are padded to multiples of 32.
         batch_size: pictures at a time.
@@ -206,7 +208,7 @@ def detector(
     if min(img_size) < SMALLEST_IMAGE:
         raise ValueError(f"--img-size must be at least {SMALLEST_IMAGE} each way, got {img_size}")
     if not landmarks:
-        raise ValueError(f"--landmarks needs a value, e.g. {FIXED_LANDMARKS}")
+        raise ValueError("--landmarks needs a value, e.g. conv:49")
     kwargs = parse_model_kwargs(model_kwargs)
     conditions = speed.DetectorConditions(
         detector, batch_size, *img_size, amp, channels_last, " ".join(model_kwargs), cuda_graph
@@ -216,12 +218,13 @@ def detector(
     rows = []
     with progress() as say:
         for name in dict.fromkeys(names):
-            takes_landmarks = "landmarks" in backbone_arguments(name)
-            for choice in dict.fromkeys(landmarks) if takes_landmarks else ("",):
+            own = backbone_arguments(name, **kwargs).get("landmarks")
+            choices = [choice or own for choice in landmarks] if own else [""]
+            for choice in dict.fromkeys(choices):
                 counts: Any = {"backbone_parameters": 0, "detector_parameters": 0}
                 row = speed.new_row(speed.PARTS, backbone=name, landmarks=choice, **counts)
                 rows.append(row)
-                arguments: dict[str, Any] = {"landmarks": choice} if takes_landmarks else {}
+                arguments: dict[str, Any] = {"landmarks": choice} if own else {}
                 speed.measure_with_detector(
                     row, kwargs | arguments, conditions, where, seconds=seconds, report=say
                 )
