@@ -19,7 +19,7 @@ from typing import NoReturn
 # for ``-``.
 COMMANDS = {
     "benchmark": "Measure attentions, or whole models beside their peers: time, memory, throughput.",
-    "check-data": "Check data before training: boxes, masks, class maps, categories, missing and damaged files.",
+    "check-data": "Check data before training: classes, boxes, masks, missing and damaged files.",
     "compare": "Compare attentions on a task of the Long Range Arena, or on twins: accuracy, size, speed, memory.",
     "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
     "explore": "Serve a page that shows where each patch of a photo attends to.",
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text, end="")
         return 0
     # What the library has to say goes to stderr, without names and levels.
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(handlers=[_notices()])
     logging.getLogger("softfree").setLevel(logging.INFO)
     try:
         # Inside the try: the import takes seconds in which a user may press Ctrl-C.
@@ -94,6 +94,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("SOFTFREE_TRACEBACK"):
             raise
         return _fail(str(error))
+
+
+def _notices() -> logging.Handler:
+    class Formatter(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return with_flags(super().format(record))
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter())
+    return handler
 
 
 def leave(code: int) -> NoReturn:

@@ -1,27 +1,35 @@
-"""Check data before training: boxes, masks, class maps, categories, missing and damaged files."""
+"""Check data before training: classes, boxes, masks, missing and damaged files."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from torch.utils.data import DataLoader
 
-from softfree.commands.common import command
+from softfree.commands.common import command, make_table
+from softfree.data.classification import lacks_validation, load_images
 from softfree.data.detection import load_detection
-from softfree.data.images import Unreadable
+from softfree.data.images import ImageFiles, Unreadable
 from softfree.data.segmentation import load_segmentation
 from softfree.models.checks import check_at_least
+from softfree.training.classification import VAL_SPLIT
 from softfree.training.settings import WORKERS
 
+# Of the largest class over the smallest: worth a word.
+UNEVEN = 10
 # Pictures a loading process takes at a time; the progress moves on after each lot.
 CHUNK = 16
 
 
 def check_data(
     task: Annotated[
-        tyro.conf.Positional[Literal["detection", "segmentation"]], tyro.conf.arg(metavar="TASK")
+        tyro.conf.Positional[Literal["classification", "detection", "segmentation"]],
+        tyro.conf.arg(metavar="TASK"),
     ],
     /,
     data_dir: str | None = None,
@@ -34,8 +42,8 @@ def check_data(
     """Run the checks that training begins with, decode every picture, and say what was found.
 
     Args:
-        task: detection (COCO json) or segmentation (class maps).
-        data_dir: folder to check; otherwise the embedded shapes.
+        task: classification (class folders), detection (COCO json) or segmentation (class maps).
+        data_dir: folder to check; otherwise the embedded digits or shapes.
         masks: detection: also check masks, which Mask R-CNN needs.
         skip_bad_annotations: detection: leave out annotations that can't be used.
         ignore_label: segmentation: value in masks/ that stands for no class.
@@ -44,6 +52,8 @@ def check_data(
     """
     check_at_least(0, workers=workers)
     data: Any
+    if task == "classification":
+        return check_classes(data_dir, decode, workers)
     if task == "detection":
         data = load_detection(data_dir, masks=masks, skip_bad=skip_bad_annotations)
     else:
@@ -70,6 +80,35 @@ def check_data(
 main = command(check_data, __doc__)
 
 
+def check_classes(data_dir: str | None, decode: bool, workers: int) -> int:
+    """Class folders: pictures of each class, and whether training could begin."""
+    split = 0.0 if data_dir is None or not lacks_validation(Path(data_dir)) else VAL_SPLIT
+    data = load_images(data_dir, val_split=split)
+    splits = {"train": data.train, "val": data.val}
+    if split:
+        print(
+            f"{data_dir} has no val/: training sets {split:.0%} of each class aside (--val-split)"
+        )
+    if decode and data_dir is not None:
+        check_pictures(splits, data_dir, workers)
+    counts = {
+        name: Counter(part.labels) for name, part in splits.items() if isinstance(part, ImageFiles)
+    }
+    table = make_table(["class", *counts])
+    for label, name in enumerate(data.class_names):
+        table.add_row(escape(name), *(f"{counts[split][label]:,}" for split in counts))
+    console = Console(highlight=False)
+    if counts:
+        console.print(table)
+        of_train = counts["train"]
+        most, fewest = max(of_train.values()), min(of_train.values())
+        if most >= UNEVEN * fewest:
+            print(f"classes are uneven: {fewest:,} to {most:,} pictures of a class to train on")
+    sizes = ", ".join(f"{len(part):,} pictures in {name}" for name, part in splits.items())
+    print(f"{len(data.class_names)} classes, {sizes}\nno faults found")
+    return 0
+
+
 def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> None:
     """Decode all pictures; print each that can't be used, then raise if there are any."""
     faults = []
@@ -92,7 +131,7 @@ def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> No
         count = sum(map(len, splits.values()))
         raise ValueError(
             f"--data-dir {data_dir}: {len(faults):,} of {count:,} pictures can't be used, named above; "
-            "replace them, or remove them together with their annotations"
+            "replace them, or remove them together with what is said of them"
         )
 
 

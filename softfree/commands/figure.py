@@ -245,9 +245,11 @@ def resolution(
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
     from softfree.commands.validate.base import check_classes
-    from softfree.data.classification import load_images
-    from softfree.training.checkpoint import data_settings
-    from softfree.training.classification import Classification, score_classifier
+    from softfree.training.classification import (
+        Classification,
+        load_validation_images,
+        score_classifier,
+    )
     from softfree.training.distributed import join_processes
 
     check_figure("--output", output)
@@ -259,10 +261,7 @@ def resolution(
     with join_processes(device) as processes:
         for path in checkpoint:
             network, metadata = Classification.load(path, processes.device)
-            source = data_settings(path)
-            if data_dir is not None or dataset:
-                source = {"data_dir": data_dir, "dataset": dataset}
-            data = load_images(source["data_dir"], dataset=source["dataset"])
+            data = load_validation_images(path, data_dir, dataset)
             check_classes(path, metadata["class_names"], data.class_names)
             title = f"{checkpoint_title(path)} ({metadata['model']})"
             trained[title] = metadata["img_size"]

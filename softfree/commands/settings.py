@@ -33,7 +33,9 @@ def resolve(
     if chosen.recipe and chosen.config:
         raise ValueError("--recipe and --config can't be used together: the file has its recipe")
     helping, rest = wants_help(rest), [argument for argument in rest if argument not in HELP]
-    given = given_in(rest)
+    given = dict(given_in(rest))
+    if chosen.recipe:
+        given["recipe"] = chosen.recipe
     kind = type(next(iter(recipes.values())))
     recipe = chosen.recipe or task.usual_recipe(given)
     if chosen.config is None:

@@ -3,6 +3,9 @@
 load_images(data_dir) -> ImageData(train, val, class_names)
 """
 
+import hashlib
+import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +24,14 @@ from softfree.data.images import (
 from softfree.data.named import load_named
 
 
-def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False) -> ImageData:
+def load_images(
+    data_dir: str | None,
+    *,
+    dataset: str = "",
+    strict: bool = False,
+    val_split: float = 0.0,
+    split_seed: int = 0,
+) -> ImageData:
     """Training and validation pictures.
 
     Args:
@@ -30,6 +40,8 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
         dataset: a data set as timm names it, in ``data_dir``: "torch/cifar10", "hfds/NAME", or "wds/NAME"
             for tar shards. Empty: the folders above.
         strict: raise at the first picture that can't be decoded, instead of an :class:`Unreadable` item.
+        val_split: for a folder without val/, with train/ or with the class folders themselves: the share of each
+            class's pictures to validate on, which ``split_seed`` and the files' names choose.
 
     Example:
         >>> from softfree.data import load_images
@@ -37,6 +49,13 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
         >>> len(data.train), len(data.val), data.class_names[3]
         (1437, 360, '3')
     """
+    if not 0 <= val_split < 1:
+        raise ValueError(f"`val_split` must be a share from 0 to 1, such as 0.2, got {val_split:g}")
+    if val_split and (dataset or data_dir is None):
+        raise ValueError(
+            f"`val_split` {val_split:g} is for folders of pictures; "
+            f"{dataset or 'the embedded digits'} has pictures to validate on"
+        )
     if dataset:
         return load_named(data_dir, dataset, strict)
     if data_dir is None:
@@ -48,8 +67,13 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
             f"`data_dir` {data_dir} {kind}; expected a folder with train/ and val/, each with one "
             "folder per class (without `data_dir`, the embedded digits are used)"
         )
-    train_root = find_split(root, TRAIN_NAMES, " with one folder per class")
-    val_root = find_split(root, VAL_NAMES, " with one folder per class")
+    if val_split:
+        return _split(root, strict, val_split, split_seed)
+    layout = " with one folder per class"
+    if lacks_validation(root):
+        layout += " (training with `val_split` 0.2 sets a fifth of each class aside)"
+    train_root = find_split(root, TRAIN_NAMES, layout)
+    val_root = find_split(root, VAL_NAMES, layout)
     class_names, in_val = _class_folders(train_root), _class_folders(val_root)
     if class_names != in_val:
         only_train, only_val = (
@@ -67,6 +91,65 @@ def load_images(data_dir: str | None, *, dataset: str = "", strict: bool = False
         )
     train, val = (_read_class_folders(part, class_names, strict) for part in (train_root, val_root))
     return ImageData(train, val, tuple(class_names))
+
+
+def lacks_validation(root: Path) -> bool:
+    """Whether a folder has pictures to train on alone: train/ without val/, or the class folders themselves."""
+    return root.is_dir() and not any((root / name).is_dir() for name in VAL_NAMES)
+
+
+def has_fewer(data_dir: str | None, count: int) -> bool:
+    """Whether a folder has fewer training pictures than ``count``; looks at no more files than it must."""
+    if data_dir is None or not Path(data_dir).is_dir():
+        return False
+    files = (
+        name
+        for _, _, names in os.walk(_training_folder(Path(data_dir)), followlinks=True)
+        for name in names
+        if name.lower().endswith(EXTENSIONS)
+    )
+    return len(list(itertools.islice(files, count))) < count
+
+
+def _training_folder(root: Path) -> Path:
+    return next((root / name for name in TRAIN_NAMES if (root / name).is_dir()), root)
+
+
+def _split(root: Path, strict: bool, share: float, seed: int) -> ImageData:
+    """The pictures of a folder without val/, of each class ``share`` to validate on, at least one.
+
+    A picture's rank is a hash of its name, so that others that come or go later move few.
+    """
+    if not lacks_validation(root):
+        own = find_split(root, VAL_NAMES)
+        raise ValueError(f"`val_split` {share:g}: {own} has pictures to validate on; give one only")
+    source = _training_folder(root)
+    class_names = _class_folders(source)
+    files = _read_class_folders(source, class_names, strict)
+    classes: list[list[str]] = [[] for _ in class_names]
+    for path, label in zip(files.paths, files.labels, strict=True):
+        classes[label].append(path)
+    if single := [f"{name}/" for name, of in zip(class_names, classes, strict=True) if len(of) < 2]:
+        raise ValueError(
+            f"`val_split` needs two pictures of a class, one of them to validate on; {source} has one "
+            f"in {some(single)}"
+        )
+
+    def rank(path: str) -> bytes:
+        name = Path(path).relative_to(source).as_posix()
+        return hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+
+    chosen: set[str] = set()
+    for paths in classes:
+        count = min(max(1, round(share * len(paths))), len(paths) - 1)
+        chosen.update(sorted(paths, key=rank)[:count])
+
+    def part(validates: bool) -> ImageFiles:
+        places = [i for i, path in enumerate(files.paths) if (path in chosen) == validates]
+        paths = [files.paths[i] for i in places]
+        return ImageFiles(paths, [files.labels[i] for i in places], strict)
+
+    return ImageData(part(validates=False), part(validates=True), tuple(class_names))
 
 
 def _class_folders(root: Path) -> list[str]:

@@ -24,6 +24,27 @@ def check_model_name(name: str, option: str = "`model`") -> None:
         raise ValueError(f"{option}: timm knows no model {name!r}; {advice}")
 
 
+def check_pretrained(name: str) -> None:
+    """Refuse a model that timm has no weights of."""
+    if not timm.models.is_model_pretrained(name):
+        raise ValueError(
+            f"`pretrained`: timm has no weights of {name}; timm.list_models(pretrained=True) names models "
+            "that it has some of"
+        )
+
+
+@contextlib.contextmanager
+def fetching(name: str) -> Iterator[None]:
+    """Around what fetches the weights of ``name``: whatever goes wrong is said in a line."""
+    try:
+        yield
+    except Exception as error:  # timm and the hub raise whatever they met on the way
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"`pretrained`: the weights of {name} can't be fetched ({reason})"
+        ) from error
+
+
 def check_grouped(**arguments: int) -> None:
     """Refuse channels that RetinaNet's GroupNorm, of at most 32 groups of 8 or more, can't share out."""
     for name, channels in arguments.items():

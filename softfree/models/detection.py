@@ -11,7 +11,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxPool, LastLevelP6P7
 
 from softfree.models.checks import check_at_least, check_grouped
-from softfree.models.features import REDUCTIONS, PyramidFeatures
+from softfree.models.features import REDUCTIONS, PyramidFeatures, Weights
 from softfree.models.regions import RegionAlign, RegionHeads, RegionProposals
 from softfree.ops.shared.precision import full_precision
 
@@ -212,7 +211,7 @@ def retinanet(
     width: int = 256,
     anchor_size: int = 32,
     head_norm: bool = False,
-    backbone_checkpoint: str | Path | None = None,
+    backbone_checkpoint: Weights = None,
     frozen_bn: bool = False,
     backbone_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -227,7 +226,8 @@ def retinanet(
         width: channels of the FPN and the heads.
         anchor_size: side of the smallest anchors; it doubles from level to level.
         head_norm: GroupNorm in the heads (also called RetinaNet v2), which helps training from scratch.
-        backbone_checkpoint: weights to start the backbone from: a file, or a run's checkpoint folder.
+        backbone_checkpoint: weights to start the backbone from: a file, a run's checkpoint folder, or True for
+            those that timm fetches.
         frozen_bn: keep the backbone's BatchNorms as they are.
         backbone_kwargs: keywords of the backbone, such as ``dict(landmarks="conv")``; SOFT backbones get a
             fixed number of landmarks if nothing is said (:func:`softfree.models.features.backbone_arguments`).
@@ -276,7 +276,7 @@ def mask_rcnn(
     max_size: int = 1333,
     width: int = 256,
     anchor_size: int = 32,
-    backbone_checkpoint: str | Path | None = None,
+    backbone_checkpoint: Weights = None,
     frozen_bn: bool = False,
     backbone_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,

@@ -10,10 +10,12 @@ from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
-from softfree.models.checks import mistakes_in
+from softfree.models.checks import check_pretrained, mistakes_in
 from softfree.models.metadata import read_json
 from softfree.models.registry import is_ours
 
+# To start from: a file, a run's checkpoint folder, True for what timm fetches, or nothing.
+Weights = str | Path | bool | None
 REDUCTIONS = (4, 8, 16, 32)
 # The papers' 49 landmarks at 224², and no more at any size: the cost per token stays that of 224².
 FIXED_COUNT = 49
@@ -67,13 +69,17 @@ def available_reductions(name: str, arguments: dict[str, Any]) -> list[int]:
     return available
 
 
-def pretrained_arguments(name: str, checkpoint: str | Path | None, **kwargs: Any) -> dict[str, Any]:
+def pretrained_arguments(name: str, checkpoint: Weights, **kwargs: Any) -> dict[str, Any]:
     """Keywords that make timm start ``name`` from ``checkpoint``: a weights file, or a folder with one.
 
-    The classifier in it is left out. Everything else must be there. Without a checkpoint there are none.
+    The classifier in it is left out. Everything else must be there. True: the weights that timm fetches. Without a
+    checkpoint there are none.
     """
-    if checkpoint is None:
+    if checkpoint is None or checkpoint is False:
         return {}
+    if checkpoint is True:
+        check_pretrained(name)
+        return dict(pretrained=True)
     path = Path(checkpoint)
     if path.is_dir():
         _check_task(path)
@@ -130,7 +136,7 @@ class PyramidFeatures(nn.Module):
         self,
         name: str,
         *,
-        checkpoint: str | Path | None = None,
+        checkpoint: Weights = None,
         reductions: Sequence[int] = REDUCTIONS,
         frozen_bn: bool = False,
         **kwargs: Any,

@@ -94,10 +94,10 @@ def check_arguments(name: str, arguments: Mapping[str, Any], source: str = "") -
 
     Example:
         >>> check_arguments("softpp_tiny", {"depths": (1, 1, 2, 1), "landmarks": "conv:49"})
-        >>> check_arguments("resnet18", {"pretrained": True})
+        >>> check_arguments("resnet18", {"checkpoint_path": "a.pth"})
         Traceback (most recent call last):
         ...
-        ValueError: resnet18 takes no argument 'pretrained' from a file or the command line
+        ValueError: resnet18 takes no argument 'checkpoint_path' from a file or the command line
     """
     _check_named(f"{source}{name}", arguments, argument_names(name))
 
@@ -128,8 +128,9 @@ def _check_named(owner: str, arguments: Any, names: set[str]) -> None:
         raise ValueError(f"{owner} must be {wanted}, got {_shown(arguments)}")
     for name, value in arguments.items():
         if name not in names:
+            flag = "; `pretrained` is an option of its own" if name == "pretrained" else ""
             raise ValueError(
-                f"{owner} takes no argument {_shown(name)} from a file or the command line"
+                f"{owner} takes no argument {_shown(name)} from a file or the command line{flag}"
             )
         wanted = _number_of(value) if COUNTS.search(name) else _plain(value)
         if wanted is not None:

@@ -1,6 +1,5 @@
 """UPerNet, segmentation-models-pytorch's, on any timm backbone with four maps; inference at any size."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from softfree.models.checks import check_at_least
 from softfree.models.features import (
+    Weights,
     available_reductions,
     backbone_arguments,
     pretrained_arguments,
@@ -63,7 +63,7 @@ def upernet(
     num_classes: int = 150,
     *,
     width: int = 512,
-    backbone_checkpoint: str | Path | None = None,
+    backbone_checkpoint: Weights = None,
     frozen_bn: bool = False,
     backbone_kwargs: dict[str, Any] | None = None,
 ) -> UPerNet:

@@ -36,6 +36,7 @@ OF_THE_RUN = ("data", "model", "backbone", "detector", "decoder")
 MAY_CHANGE = (
     "data_dir", "strict_data", "data_on_device", "check_data", "skip_bad_annotations", "short_sides",
     "short_side", "max_size", "crop", "scales", "window", "pretrained_checkpoint", "backbone_checkpoint",
+    "pretrained",
 )  # fmt: skip
 # Settings that the files name otherwise than the user does.
 TYPED_AS = {"attention_options": "model_kwargs"}

@@ -9,8 +9,11 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import itertools
+import logging
+import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,30 +21,47 @@ import timm
 import torch
 import torch.nn.functional as F
 import tyro
+from PIL import Image, ImageOps
 from timm.data import Mixup, create_transform, resolve_data_config
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 
-from softfree.data.classification import load_images
+from softfree.data.classification import has_fewer, lacks_validation, load_images
 from softfree.data.images import (
     Batch,
     ImageData,
     ImageDataset,
     Unreadable,
     collate_images,
+    some,
 )
 from softfree.data.resident import INTERPOLATIONS, RandomCrops, ResidentImages
 from softfree.layers.factory import check_attention
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
-from softfree.models.checks import check_at_least, check_model_name, mistakes_in
-from softfree.models.metadata import check_arguments
+from softfree.models.checks import (
+    check_at_least,
+    check_model_name,
+    check_pretrained,
+    fetching,
+    mistakes_in,
+)
+from softfree.models.metadata import check_arguments, check_buildable
 from softfree.models.registry import is_ours
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
 from softfree.training.engine import PictureTask
 from softfree.training.loading import evaluation
 from softfree.training.parameters import freeze
-from softfree.training.settings import Given, OptimSettings, RunSettings
+from softfree.training.settings import (
+    Given,
+    OptimSettings,
+    RunSettings,
+    fit_batch,
+    fit_length,
+    override,
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +69,15 @@ class DataSettings:
     """What the run reads."""
 
     data_dir: str | None = None
-    """folder with train/ and val/, each with one folder of pictures per class; none: the embedded digits"""
+    """folder with train/ and val/, each with one folder of pictures per class, or with these folders alone; none:
+    the embedded digits"""
     dataset: str = ""
     """a data set as timm names it, in --data-dir: torch/cifar10, hfds/NAME, wds/NAME (tar shards)"""
+    val_split: float = 0.0
+    """a folder without val/, with train/ or with the classes themselves: validate on this share of each class
+    (given none: 0.2)"""
+    split_seed: int = 0
+    """with --val-split: another number, another choice of pictures"""
     strict_data: bool = False
     """stop at the first picture that can't be read, instead of leaving it out"""
     data_on_device: bool = False
@@ -75,7 +101,10 @@ class ModelSettings:
     drop_path: float = 0.0
     """chance to leave out a block (stochastic depth), rising to this at the last block; 0: the model's own"""
     pretrained_checkpoint: str = ""
-    """weights to start from: a checkpoint folder, a .safetensors or a .pth file (timm's or the authors')"""
+    """weights to start from: a checkpoint folder, whose model, arguments and image size are taken unless given, or
+    a .safetensors or .pth file (timm's or the authors')"""
+    pretrained: bool = False
+    """start from the weights that timm fetches for --model, where it knows some"""
     freeze: tuple[str, ...] = ()
     """parameters to leave as they are, by globs: 'stem.*' 'stages.0.*'"""
 
@@ -171,8 +200,24 @@ RECIPES = {
                 layer_decay=0.75, clip_grad=1.0,
             ),
         ),
+        # For hundreds of pictures: small batches, for many steps, and pictures that vary more.
+        ClassificationSettings(
+            "small",
+            model=ModelSettings(img_size=128, drop_path=0.1),
+            augment=AugmentSettings(
+                scale=(0.35, 1.0), aa="rand-m9-mstd0.5-inc1", reprob=0.25, cutmix=1.0, crop_pct=1.0
+            ),
+            optim=OptimSettings(
+                batch_size=16, epochs=50, warmup_epochs=5, warmup_lr=1e-6, lr=5e-4, min_lr=1e-5,
+                clip_grad=1.0,
+            ),
+            run=RunSettings(log_interval=10),
+        ),
     )
 }  # fmt: skip
+# The recipe `small` is taken for fewer training pictures than this.
+FEW_PICTURES = 5000
+VAL_SPLIT = 0.2
 
 
 class Varied(NamedTuple):
@@ -193,18 +238,57 @@ class Classification(PictureTask):
 
     @classmethod
     def usual_recipe(cls, given: Given) -> str:
-        return "imagenet" if given.keys() & {"data_dir", "dataset"} else "digits"
+        if not given.keys() & {"data_dir", "dataset"}:
+            return "digits"
+        if "dataset" not in given and has_fewer(given["data_dir"], FEW_PICTURES):
+            return "small"
+        weights = given.keys() & {"pretrained", "pretrained_checkpoint"}
+        return "finetune" if weights else "imagenet"
+
+    @classmethod
+    def adapt(cls, settings: Any, given: Given) -> Any:
+        """Settings that fit the weights to start from, the length of the run and the number of pictures."""
+        notes = []
+        if "recipe" not in given and settings.recipe == "small":
+            notes.append(f"`recipe` small, for fewer than {FEW_PICTURES:,} training pictures")
+        settings, taken = fit_weights(settings, given)
+        notes += taken
+        data, optim = settings.data, settings.optim
+        folder = Path(data.data_dir) if data.data_dir and not data.dataset else None
+        if folder is not None and "val_split" not in given and lacks_validation(folder):
+            data = dataclasses.replace(data, val_split=VAL_SPLIT)
+            notes.append(f"`val_split` {VAL_SPLIT:g}, since {folder} has no val/")
+        optim = fit_length(optim, RECIPES[settings.recipe].optim, given)
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        most = 4 * optim.batch_size * optim.grad_accum_steps * processes
+        if "batch_size" not in given and not data.dataset and has_fewer(data.data_dir, most):
+            samples = len(load_settings_images(data).train)
+            fitted = fit_batch(optim, samples, processes)
+            if fitted != optim:
+                notes.append(
+                    f"`batch_size` {fitted.batch_size} instead of {optim.batch_size}, for {samples} training "
+                    "pictures"
+                )
+                optim = fitted
+        if os.environ.get("RANK", "0") == "0":
+            for line in notes:
+                logger.info(line)
+        return dataclasses.replace(settings, data=data, optim=optim)
 
     def __init__(self, settings: ClassificationSettings, data: ImageData | None = None):
         self.settings = settings
         check_model_name(settings.model.model)
-        if settings.recipe == "finetune" and not settings.model.pretrained_checkpoint:
+        weights = settings.model.pretrained_checkpoint, settings.model.pretrained
+        if settings.recipe == "finetune" and not any(weights):
             raise ValueError(
-                "`recipe` finetune needs `pretrained_checkpoint`, the weights to start from"
+                "`recipe` finetune needs `pretrained_checkpoint`, the weights to start from, or `pretrained`"
             )
+        if all(weights):
+            raise ValueError("`pretrained` and `pretrained_checkpoint` can't be used together")
+        if settings.model.pretrained:
+            check_pretrained(settings.model.model)
         if data is None:
-            given = settings.data
-            data = load_images(given.data_dir, dataset=given.dataset, strict=given.strict_data)
+            data = load_settings_images(settings.data)
         self.class_names = data.class_names
         self.train_data, self.eval_data = data.train, data.val
         augment, model = settings.augment, settings.model
@@ -248,6 +332,7 @@ class Classification(PictureTask):
             normalize=False,
             **self.cropping,
         )
+        keep_a_bit(data.train.transform)
         data.val.transform = eval_transform(self.preparation)
         self.files = data.train, data.val
         self.kept: dict[ImageDataset, ResidentImages] = {}
@@ -256,18 +341,24 @@ class Classification(PictureTask):
             self.train_data, self.eval_data = range(len(data.train)), range(len(data.val))
 
     @classmethod
-    def build(cls, metadata: dict[str, Any]) -> nn.Module:
+    def build(cls, metadata: dict[str, Any], pretrained: bool = False) -> nn.Module:
         name, classes = metadata["model"], len(metadata["class_names"])
-        return create_network(name, classes, metadata["img_size"], metadata["model_kwargs"])
+        size, kwargs = metadata["img_size"], metadata["model_kwargs"]
+        return create_network(name, classes, size, kwargs, pretrained=pretrained)
 
     def build_model(self) -> nn.Module:
         given, metadata = self.settings.model, self.metadata()
         if given.drop_path:
             # Not every model of timm's has the argument.
             metadata["model_kwargs"] = self.model_kwargs | {"drop_path_rate": given.drop_path}
-        model = self.build(metadata)
-        if given.pretrained_checkpoint:
-            load_pretrained(model, Path(given.pretrained_checkpoint), given.model)
+        fetched = given.pretrained and not self.resumes
+        with fetching(given.model) if fetched else contextlib.nullcontext():
+            model = self.build(metadata, pretrained=fetched)
+        if given.pretrained_checkpoint and not self.resumes:
+            path = Path(given.pretrained_checkpoint)
+            loaded = load_pretrained(model, path, given.model, self.class_names)
+            if os.environ.get("RANK", "0") == "0":
+                logger.info(f"{path}: {loaded}")
         freeze(model, given.freeze)
         return model
 
@@ -334,6 +425,76 @@ class Classification(PictureTask):
         }
 
 
+def fit_weights(
+    settings: ClassificationSettings, given: Given
+) -> tuple[ClassificationSettings, list[str]]:
+    """Settings that take from the weights to start from what nobody gave, and a line on what that was.
+
+    A checkpoint folder knows its model, arguments and image size, timm the size of its weights. Little data
+    then changes them as slowly as the recipe `finetune` does.
+    """
+    model = settings.model
+    start, changes = model.pretrained_checkpoint, dict[str, Any]()
+    if start and Path(start).is_dir():
+        file = checkpoint.locate(Path(start)) / checkpoint.METADATA
+        metadata = checkpoint.read_metadata(Path(start))
+        checkpoint.check_task(start, metadata, Classification.name)
+        check_buildable(file, metadata)
+        if given.get("model", metadata["model"]) == metadata["model"]:
+            own = model.model_kwargs if "model_kwargs" in given else ()
+            changes = dict(
+                model=metadata["model"],
+                img_size=metadata["img_size"],
+                positions_at=0,
+                model_kwargs=(*format_model_kwargs(metadata["model_kwargs"]), *own),
+            )
+    elif model.pretrained and timm.models.is_model_pretrained(model.model):
+        start = "timm"
+        size: Any = timm.models.get_pretrained_cfg_value(model.model, "input_size")
+        changes["img_size"] = size[-1]
+    changes = {
+        name: value
+        for name, value in changes.items()
+        if name not in given or name == "model_kwargs"
+    }
+    settings = override(settings, {"model": changes})
+    if settings.recipe == "small" and (start or model.pretrained):
+        slow = RECIPES["finetune"].optim
+        names = {"epochs", "lr", "min_lr", "layer_decay"}.difference(given)
+        settings = override(settings, {"optim": {name: getattr(slow, name) for name in names}})
+    if not changes:
+        return settings, []
+    name, size = settings.model.model, settings.model.img_size
+    return settings, [f"`model` {name}, `img_size` {size}: as the weights of {start} have it"]
+
+
+def load_settings_images(data: DataSettings) -> ImageData:
+    """The pictures that the settings name."""
+    return load_images(
+        data.data_dir,
+        dataset=data.dataset,
+        strict=data.strict_data,
+        val_split=data.val_split,
+        split_seed=data.split_seed,
+    )
+
+
+def load_validation_images(
+    path: Path, data_dir: str | None = None, dataset: str = "", strict: bool = False
+) -> ImageData:
+    """Pictures to score the checkpoint at ``path`` on: those of its training unless others are given.
+
+    What its training set aside of a folder without val/ is set aside again.
+    """
+    recorded = checkpoint.data_settings(path)
+    if data_dir is None and not dataset:
+        data_dir, dataset = recorded["data_dir"], recorded["dataset"]
+    split = {}
+    if data_dir is not None and not dataset and lacks_validation(Path(data_dir)):
+        split = {name: recorded[name] for name in ("val_split", "split_seed") if name in recorded}
+    return load_images(data_dir, dataset=dataset, strict=strict, **split)
+
+
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """``F.cross_entropy`` of logits (b, classes) with ``label_smoothing``, in 7 of torch's calls instead of 21.
 
@@ -346,6 +507,19 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> 
     weights = torch.full_like(log_probabilities, -each / count)
     weights.scatter_(1, labels[:, None], (smoothing - 1 - each) / count)
     return (log_probabilities * weights).sum()
+
+
+def keep_a_bit(transform: Any) -> None:
+    """Let timm's augmentations posterize to 1 bit at least: now and then they ask for 0, which Pillow 13 refuses."""
+    for step in transform.transforms:
+        ops = [*getattr(step, "ops", ()), *itertools.chain(*getattr(step, "policy", ()))]
+        for op in ops:
+            if op.name.startswith("Posterize"):
+                op.aug_fn = _posterize
+
+
+def _posterize(picture: Image.Image, bits: int, **_: Any) -> Image.Image:
+    return ImageOps.posterize(picture, min(max(bits, 1), 8))
 
 
 def check_resident(augment: AugmentSettings) -> None:
@@ -485,19 +659,27 @@ def load_weights_file(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model ``name`` with the weights of a file, and how its pictures are prepared."""
     network = create_network(name, num_classes, img_size=224, kwargs=kwargs)
-    if not load_pretrained(network, path, name):
+    loaded = load_pretrained(network, path, name)
+    if loaded.replaced or loaded.new:
         raise ValueError(f"`checkpoint` {path} has no head for the {num_classes} classes here")
     return network.eval().to(device), {"model": name, **preparation_of(network, 224)}
 
 
 def create_network(
-    name: str, num_classes: int, img_size: int, kwargs: dict[str, Any], meta: bool = False
+    name: str,
+    num_classes: int,
+    img_size: int,
+    kwargs: dict[str, Any],
+    meta: bool = False,
+    pretrained: bool = False,
 ) -> nn.Module:
     """A model of timm's registry, told the size of the pictures if it wants to know."""
     check_model_name(name)
     with mistakes_in("model_kwargs"):
         check_arguments(name, kwargs)
-    create = functools.partial(timm.create_model, name, num_classes=num_classes)
+    create = functools.partial(
+        timm.create_model, name, num_classes=num_classes, pretrained=pretrained
+    )
     with torch.device("meta") if meta else contextlib.nullcontext():
         try:
             return create(**{"img_size": img_size, **kwargs})
@@ -529,22 +711,85 @@ def parse_model_kwargs(
     return arguments
 
 
-def load_pretrained(model: nn.Module, path: Path, name: str) -> bool:
-    """Start from weights in a file or a checkpoint folder; return whether the head came with them.
+def format_model_kwargs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Arguments as :func:`parse_model_kwargs` reads them.
+
+    Example:
+        >>> format_model_kwargs({"depths": [1, 1, 2, 1], "landmarks": "conv:49", "mlp_ratio": 2.0})
+        ('depths=1,1,2,1', 'landmarks=conv:49', 'mlp_ratio=2.0')
+    """
+    words = []
+    for name, value in arguments.items():
+        text = repr(value)
+        if isinstance(value, str) and parse_model_kwargs([f"{name}={value}"])[name] == value:
+            text = value
+        elif isinstance(value, list | tuple):
+            text = repr(tuple(value))
+            numbers = len(value) > 1 and all(isinstance(item, int | float) for item in value)
+            text = ",".join(map(str, value)) if numbers else text
+        words.append(f"{name}={text}")
+    return tuple(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What became of the tensors of a model that starts from a file's; as text, a line that says so.
+
+    Attributes:
+        taken: taken as they are.
+        resized: position embeddings, resized to the model's.
+        replaced: in the file for other classes, new in the model.
+        new: not in the file.
+    """
+
+    taken: tuple[str, ...]
+    resized: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.taken)} tensors loaded"]
+        for names, what in (
+            (self.resized, "resized"),
+            (self.replaced, "replaced, being for other classes"),
+            (self.new, "left new"),
+        ):
+            if names:
+                parts.append(f"{len(names)} {what} ({some(names)})")
+        return "; ".join(parts)
+
+
+def load_pretrained(
+    model: nn.Module, path: Path, name: str, class_names: Sequence[str] | None = None
+) -> Loaded:
+    """Start from weights in a file or a checkpoint folder; return what became of them.
 
     Reads timm's and the authors' layouts, resizes position embeddings, and leaves the model its new head
-    where the number of classes differs.
+    where the classes differ: their number, or the names ``class_names`` that a checkpoint folder has, too.
     """
-    state = checkpoint.read_checkpoint(path).weights if path.is_dir() else read_state_dict(path)
+    known = None
+    if path.is_dir():
+        saved = checkpoint.read_checkpoint(path)
+        state, known = saved.weights, saved.metadata.get("class_names")
+    else:
+        state = read_state_dict(path)
+    before = state
     if type(model).__module__.startswith("softfree."):
         state = filter_checkpoint(state, model)
     expected = model.state_dict()
     head = f"{getattr(model, 'pretrained_cfg', {}).get('classifier') or 'head'}."
     of_head = [key for key in expected if key.startswith(head)]
     fits = all(key in state and state[key].shape == expected[key].shape for key in of_head)
+    fits &= class_names is None or known is None or list(class_names) == list(known)
+    replaced = [] if fits else [key for key in of_head if key in state]
+    new = [] if fits else [key for key in of_head if key not in state]
     if not fits:
         state = {key: value for key, value in state.items() if not key.startswith(head)}
         state |= {key: expected[key] for key in of_head}
     checkpoint.check_fits(path, state, expected, name)
     model.load_state_dict(state)
-    return fits
+    resized = [key for key in expected if key in before and before[key].shape != state[key].shape]
+    resized = [key for key in resized if key not in replaced]
+    others = {*replaced, *new, *resized}
+    taken = [key for key in expected if key not in others]
+    return Loaded(*map(tuple, (taken, resized, replaced, new)))

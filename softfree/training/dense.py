@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from softfree.layers.landmarks import LandmarkSpec
-from softfree.models.checks import check_model_name, mistakes_in
+from softfree.models.checks import check_model_name, check_pretrained, fetching, mistakes_in
 from softfree.models.features import fixed_landmarks
 from softfree.models.metadata import check_arguments
 from softfree.training.classification import parse_model_kwargs
@@ -29,8 +29,10 @@ class BackboneSettings:
     """of softfree's backbones: conv:49 is at most 49 at any size, conv the papers' fixed stride; '': 49 of their own"""
     backbone_checkpoint: str = ""
     """weights to start the backbone from: a checkpoint folder, a .safetensors or a .pth file"""
+    pretrained: bool = False
+    """start the backbone from the weights that timm fetches for --model, where it knows some"""
     frozen_bn: bool = False
-    """keep the backbone's batch norms as they are in --backbone-checkpoint"""
+    """keep the backbone's batch norms as they are in the weights it starts from"""
 
     def arguments(self) -> dict[str, Any]:
         """``backbone_kwargs`` for the models of softfree.detection and softfree.segmentation."""
@@ -78,8 +80,17 @@ class DenseTask(PictureTask):
         return cls.recipes[settings.recipe].optim
 
     def build_model(self) -> nn.Module:
-        start = self.settings.backbone.backbone_checkpoint
-        return self.build(self.metadata(), backbone_checkpoint=start or None)  # type: ignore[call-arg]
+        given, metadata = self.settings.backbone, self.metadata()
+        if self.resumes:
+            return self.build(metadata)
+        if not given.pretrained:
+            start = given.backbone_checkpoint or None
+            return self.build(metadata, backbone_checkpoint=start)  # type: ignore[call-arg]
+        if given.backbone_checkpoint:
+            raise ValueError("`pretrained` and `backbone_checkpoint` can't be used together")
+        check_pretrained(given.model)
+        with fetching(given.model):
+            return self.build(metadata, backbone_checkpoint=True)  # type: ignore[call-arg]
 
 
 @contextlib.contextmanager

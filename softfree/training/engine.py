@@ -61,6 +61,7 @@ class Task(ABC):
             has all.
         sizes_vary: whether sizes change from step to step. cuDNN would time its algorithms anew for each.
         capturable: whether :meth:`train_step` asks the device for no number, so that a CUDA graph can hold it.
+        resumes: whether the run goes on from a checkpoint, so that weights to start from are not needed.
         train_data, eval_data: map-style data sets. With a ``range``, whose samples the task keeps on the
             device, a batch is a tensor of indices there, in training a part of what :meth:`plan_epoch` gives.
     """
@@ -72,6 +73,7 @@ class Task(ABC):
     headline: tuple[str, ...] = ()
     sizes_vary: bool = False
     capturable: bool = False
+    resumes: bool = False
     train_data: MapData
     eval_data: MapData
 
@@ -252,6 +254,7 @@ class _Training:
         self.device = processes.device
         self.last, self.best = run.output / "last", run.output / "best"
         resume_from = self._find_resume()
+        task.resumes = resume_from is not None
 
         sizes = len(task.train_data), optim.batch_size, optim.grad_accum_steps
         place = processes.rank, processes.count

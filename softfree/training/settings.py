@@ -141,26 +141,48 @@ def check_settings(optim: OptimSettings, run: RunSettings) -> None:
 def fit_length(optim: OptimSettings, recipe: OptimSettings, given: Given) -> OptimSettings:
     """``optim``, made of ``recipe`` and what was given, with warm-up and drops that fit the run's length.
 
-    A recipe that counts in steps gives way to ``epochs``. The warm-up takes a tenth of the steps at most, and drops
+    A recipe that counts in steps gives way to ``epochs``. The warm-up takes a tenth of the run at most, and drops
     come at the same share of the run. What was given stays.
     """
     steps = optim.steps if "steps" in given else recipe.steps
     if "epochs" in given and "steps" not in given:
         steps = 0
-    warmup = recipe.warmup_steps
+    warmup, warmup_epochs = recipe.warmup_steps, recipe.warmup_epochs
     if steps:
+        # Of a recipe that counts in epochs the same share of the run.
+        warmup = round(steps * warmup_epochs / recipe.epochs) if warmup_epochs else warmup
         warmup = min(warmup, steps // 10)
+        warmup_epochs = 0.0
     elif recipe.steps:
         warmup = 0
+    else:
+        warmup_epochs = min(warmup_epochs, optim.epochs / 10)
+    # Given in one unit, it is not the recipe's in the other.
+    warmup = 0 if "warmup_epochs" in given else warmup
+    warmup_epochs = 0.0 if "warmup_steps" in given else warmup_epochs
     share = (steps or optim.epochs) / (recipe.steps or recipe.epochs)
     fitted: dict[str, Any] = dict(
         steps=steps,
         warmup_steps=warmup,
+        warmup_epochs=warmup_epochs,
         decay_milestones=tuple(round(drop * share) for drop in recipe.decay_milestones),
     )
     return dataclasses.replace(
         optim, **{name: value for name, value in fitted.items() if name not in given}
     )
+
+
+def fit_batch(optim: OptimSettings, samples: int, processes: int) -> OptimSettings:
+    """``optim`` with a batch that little data fills at least twice an epoch: a power of two, if it must shrink.
+
+    Example:
+        >>> fit_batch(OptimSettings(batch_size=1024), samples=186, processes=1).batch_size
+        64
+    """
+    most = samples // (2 * optim.grad_accum_steps * processes)
+    if optim.batch_size <= most:
+        return optim
+    return dataclasses.replace(optim, batch_size=2 ** max(0, most.bit_length() - 1))
 
 
 def override(settings: Settings, overrides: Mapping[str, Mapping[str, Any]]) -> Settings:

@@ -6,8 +6,10 @@ import json
 import pytest
 
 from softfree.commands.settings import resolve
-from softfree.training.classification import Classification
+from softfree.training.classification import Classification, parse_model_kwargs
 from softfree.training.settings import RunSettings, settings_to_json
+from tests.commands.checkpoints import SHAPE, classifier_checkpoint
+from tests.photos import write_photos
 
 
 def parse(*argv):
@@ -30,6 +32,59 @@ def test_underscores_are_taken_in_flags_and_kept_in_values():
 def test_without_data_the_digits_and_with_data_the_papers_recipe():
     assert parse().recipe == "digits"
     assert parse("--data-dir", "d").recipe == parse("--dataset=wds/x").recipe == "imagenet"
+
+
+def test_little_data_has_a_recipe_of_its_own_and_batches_that_it_fills(tmp_path, caplog):
+    caplog.set_level("INFO", "softfree")
+    folder = str(write_photos(tmp_path / "photos", 60))
+    settings = parse("--data-dir", folder)
+    assert (settings.recipe, settings.data.val_split) == ("small", 0.2)
+    assert settings.optim.batch_size == 16 and settings.optim.warmup_epochs == 5
+    assert f"`val_split` 0.2, since {folder} has no val/" in caplog.text
+    assert "`recipe` small, for fewer than 5,000 training pictures" in caplog.text
+    caplog.clear()
+    papers = parse("--data-dir", folder, "--recipe", "imagenet", "--epochs", "5", "--val-split=0.1")
+    assert papers.optim.batch_size == 16 and papers.optim.warmup_epochs == 0.5
+    assert papers.data.val_split == 0.1
+    assert caplog.messages == ["`batch_size` 16 instead of 1024, for 54 training pictures"]
+    assert parse("--data-dir", folder, "--batch-size", "40").optim.batch_size == 40
+
+
+def test_the_warm_up_fits_the_length_of_the_run():
+    data = "--data-dir", "d", "--recipe", "imagenet"
+    assert parse(*data, "--epochs", "20").optim.warmup_epochs == 2
+    steps = parse(*data, "--steps", "60").optim
+    assert (steps.warmup_epochs, steps.warmup_steps) == (0, 2)
+    given = parse(*data, "--epochs", "20", "--warmup-epochs", "7").optim
+    assert given.warmup_epochs == 7
+
+
+def test_a_checkpoint_to_start_from_says_what_the_model_is(tmp_path):
+    start = str(classifier_checkpoint(tmp_path / "best", landmarks="average"))
+    data = (
+        "--data-dir",
+        str(write_photos(tmp_path / "photos", 12)),
+        "--pretrained-checkpoint",
+        start,
+    )
+    settings = parse(*data)
+    assert (settings.model.model, settings.model.img_size) == ("softpp_tiny", 64)
+    assert parse_model_kwargs(settings.model.model_kwargs) == SHAPE | {"landmarks": "average"}
+    slow = Classification.recipes["finetune"].optim
+    assert (settings.recipe, settings.optim.lr) == ("small", slow.lr)
+    assert (settings.optim.layer_decay, settings.optim.epochs) == (slow.layer_decay, slow.epochs)
+    given = parse(*data, "--img-size", "96", "--model-kwargs", "landmarks=first", "--lr", "0.1")
+    assert (given.model.img_size, given.optim.lr) == (96, 0.1)
+    assert parse_model_kwargs(given.model.model_kwargs)["landmarks"] == "first"
+    other = parse(*data, "--model", "softpp_small").model
+    assert (other.model, other.img_size, other.model_kwargs) == ("softpp_small", 128, ())
+    assert parse("--data-dir", "d", "--pretrained-checkpoint", "a.pth").recipe == "finetune"
+
+
+def test_weights_of_timm_set_the_size_of_the_pictures(tmp_path):
+    folder = str(write_photos(tmp_path, 12))
+    settings = parse("--data-dir", folder, "--model", "resnet18", "--pretrained")
+    assert settings.model.img_size == 224 and settings.model.pretrained
 
 
 def test_the_imagenet_recipe_is_the_papers():

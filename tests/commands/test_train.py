@@ -16,6 +16,7 @@ from softfree.commands import train
 from softfree.training.classification import Classification
 from softfree.training.guard import NonFiniteError
 from softfree.training.tasks import load_for_inference
+from tests.photos import write_photos
 
 SMALL = ["--img-size", "32", "--workers", "0", "--device", "cpu", "--batch-size", "4"]
 SMALL += ["--model-kwargs", "embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1"]
@@ -94,6 +95,27 @@ def test_bad_files_are_named_and_left_out_or_stop_the_run(folders, tmp_path, cap
     assert strict == 2 and "can't be read" in capsys.readouterr().err
 
 
+def test_pictures_without_val_are_split_and_scored_on_the_same_ones_later(tmp_path, caplog):
+    photos, output = write_photos(tmp_path / "photos", 30), tmp_path / "out"
+    small = [*SMALL, "--epochs", "1", "--aa", ""]
+    assert run("--data-dir", photos, "--output", output, *small) == 0
+    assert "`recipe` small" in caplog.text and "`val_split` 0.2" in caplog.text
+    (trained,) = rows(output / "eval.csv")
+    for extra in ((), ("--data-dir", str(photos))):
+        csv = tmp_path / "scores.csv"
+        argv = ["validate", "--checkpoint", str(output / "best"), "--csv", str(csv), *extra]
+        assert softfree_cli.main([*argv, "--device", "cpu", "--workers", "0"]) == 0
+        (scored,) = rows(csv)
+        assert scored["samples"] == trained["samples"] == "6"
+        assert float(scored["loss"]) == pytest.approx(float(trained["loss"]), rel=1e-4)
+    caplog.clear()
+    fine = "--pretrained-checkpoint", output / "best", "--epochs", "1", "--workers", "0", "--aa="
+    assert run("--data-dir", photos, "--output", tmp_path / "fine", *fine, "--device", "cpu") == 0
+    said = caplog.text
+    assert f"`model` softpp_tiny, `img_size` 32: as the weights of {output}/best have it" in said
+    assert "tensors loaded" in said and "replaced" not in said
+
+
 @pytest.mark.parametrize(
     "spoil, message",
     [
@@ -102,7 +124,6 @@ def test_bad_files_are_named_and_left_out_or_stop_the_run(folders, tmp_path, cap
             lambda d: [p.unlink() for p in (d / "train" / "dark").iterdir()],
             "without a picture: dark/",
         ),
-        (lambda d: shutil.rmtree(d / "val"), "has no folder val/"),
     ],
 )
 def test_folders_that_are_wrong_give_one_clear_line(folders, tmp_path, capsys, spoil, message):

@@ -4,6 +4,7 @@ import random
 import struct
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from softfree.data import (
     open_image,
     seeded,
 )
+from softfree.data.classification import has_fewer
 from softfree.data.images import ImageFiles
 
 ORANGE = (240, 120, 20)
@@ -264,6 +266,59 @@ def test_folder_without_train_or_val_says_what_is_there(tmp_path):
     save_folders(tmp_path, splits=("train",))
     with pytest.raises(FileNotFoundError, match=r"no folder val/ \(or validation/.*found cat/, tr"):
         load_images(str(tmp_path))
+
+
+def flat_folder(root, **counts):
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            picture().save(root / name / f"{number}.png")
+
+
+def names(data):
+    return {Path(path).relative_to(Path(path).parents[1]).as_posix() for path in data.paths}
+
+
+@pytest.mark.parametrize("folder", ["", "train"])
+def test_a_share_of_each_class_is_set_aside_where_there_is_no_val(tmp_path, folder):
+    flat_folder(tmp_path / folder, cat=10, dog=20, emu=2)
+    data = load_images(str(tmp_path), val_split=0.2)
+    assert data.class_names == ("cat", "dog", "emu")
+    assert [data.val.labels.count(label) for label in range(3)] == [2, 4, 1]
+    assert [data.train.labels.count(label) for label in range(3)] == [8, 16, 1]
+    assert not names(data.train) & names(data.val)
+    again = load_images(str(tmp_path), val_split=0.2)
+    assert again.val.paths == data.val.paths
+    other = load_images(str(tmp_path), val_split=0.2, split_seed=1)
+    assert other.val.paths != data.val.paths
+
+
+def test_pictures_that_are_added_leave_the_others_where_they_are(tmp_path):
+    flat_folder(tmp_path, cat=100)
+    before = names(load_images(str(tmp_path), val_split=0.2).val)
+    picture().save(tmp_path / "cat" / "new.png")
+    assert len(before - names(load_images(str(tmp_path), val_split=0.2).val)) <= 1
+
+
+def test_a_split_that_makes_no_sense_is_refused(tmp_path):
+    flat_folder(tmp_path / "one", cat=3, dog=1)
+    with pytest.raises(ValueError, match="needs two pictures of a class.*one in dog/"):
+        load_images(str(tmp_path / "one"), val_split=0.2)
+    save_folders(tmp_path / "both")
+    with pytest.raises(ValueError, match="val has pictures to validate on; give one only"):
+        load_images(str(tmp_path / "both"), val_split=0.2)
+    with pytest.raises(ValueError, match="`val_split` must be a share from 0 to 1"):
+        load_images(str(tmp_path / "one"), val_split=20)
+    with pytest.raises(ValueError, match="is for folders of pictures; the embedded digits"):
+        load_images(None, val_split=0.2)
+
+
+def test_pictures_are_counted_no_further_than_need_be(tmp_path):
+    flat_folder(tmp_path, cat=3, dog=2)
+    assert has_fewer(str(tmp_path), 6) and not has_fewer(str(tmp_path), 5)
+    save_folders(tmp_path / "split", count=1)
+    assert has_fewer(str(tmp_path / "split"), 3) and not has_fewer(str(tmp_path / "split"), 2)
+    assert not has_fewer(None, 6) and not has_fewer(str(tmp_path / "nowhere"), 6)
 
 
 def test_split_without_class_folders_says_what_is_there(tmp_path):

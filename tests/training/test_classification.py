@@ -6,8 +6,10 @@ import os
 import signal
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from softfree.data.images import Batch, Unreadable
 from softfree.training.checkpoint import read_weights
@@ -21,7 +23,9 @@ from softfree.training.classification import (
     create_network,
     eval_transform,
     evaluate_classifier,
+    format_model_kwargs,
     load_pretrained,
+    parse_model_kwargs,
     smoothed_cross_entropy,
 )
 from softfree.training.distributed import Processes
@@ -226,15 +230,93 @@ def test_fine_tuning_takes_the_body_and_a_new_head(trained):
     kwargs = dict(embed_dims=(16,) * 4, num_heads=(1,) * 4, depths=(1,) * 4, mlp_ratio=1.0)
     source, _ = Classification.load(trained / "best")
     same = create_network("softpp_tiny", 10, 32, kwargs)
-    assert load_pretrained(same, trained / "best", "softpp_tiny")
+    loaded = load_pretrained(same, trained / "best", "softpp_tiny", list(map(str, range(10))))
+    assert str(loaded) == f"{len(same.state_dict())} tensors loaded"
     assert torch.equal(same.head.weight, source.head.weight)
     other = create_network("softpp_tiny", 3, 64, kwargs)  # another size, too
     head = other.head.weight.clone()
-    assert not load_pretrained(other, trained / "best", "softpp_tiny")
+    loaded = load_pretrained(other, trained / "best", "softpp_tiny")
+    assert loaded.replaced == ("head.weight", "head.bias") and not loaded.new
+    assert loaded.resized == tuple(f"stages.{n}.pos_embed.weight" for n in range(4))
+    assert "4 resized (stages.0.pos_embed.weight" in str(loaded)
+    assert len(loaded.taken) == len(other.state_dict()) - 6
     assert torch.equal(other.head.weight, head)
     assert torch.equal(other.stem[0].conv.weight, source.stem[0].conv.weight)
     with pytest.raises(ValueError, match="another architecture than softpp_tiny"):
         load_pretrained(create_network("softpp_tiny", 3, 32, {}), trained / "best", "softpp_tiny")
+
+
+def test_as_many_classes_of_other_names_get_a_new_head(trained):
+    kwargs = dict(embed_dims=(16,) * 4, num_heads=(1,) * 4, depths=(1,) * 4, mlp_ratio=1.0)
+    model = create_network("softpp_tiny", 10, 32, kwargs)
+    head = model.head.weight.clone()
+    loaded = load_pretrained(model, trained / "best", "softpp_tiny", list("abcdefghij"))
+    assert loaded.replaced == ("head.weight", "head.bias") and torch.equal(model.head.weight, head)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"depths": [1, 1, 2, 1], "landmarks": "conv:49", "a": "3", "b": [4], "c": None}],
+)
+def test_arguments_of_a_model_can_be_written_as_they_are_typed(arguments):
+    expected = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
+    assert parse_model_kwargs(format_model_kwargs(arguments)) == expected
+
+
+@pytest.mark.parametrize("aa", ["rand-m10-inc1", "rand-m10", "original", "v0"])
+def test_augmentations_never_ask_for_pictures_of_no_bits(aa):
+    transform = Classification(settings(augment={"aa": aa})).train_data.transform
+    step = next(step for step in transform.transforms if "Augment" in type(step).__name__)
+    ops = step.ops if hasattr(step, "ops") else [op for policy in step.policy for op in policy]
+    posterize = [op for op in ops if op.name.startswith("Posterize")]
+    assert posterize or aa == "rand-m10"
+    for op in posterize:
+        op.prob = 1.0
+        assert op(Image.new("RGB", (4, 4), (250, 130, 90))).getpixel((0, 0)) != (0, 0, 0)
+
+
+def test_weights_that_timm_fetches_are_no_part_of_a_checkpoint(tmp_path, monkeypatch):
+    source = create_network("resnet10t", 1000, 32, {})
+    path = tmp_path / "resnet10t.pth"
+    torch.save(source.state_dict(), path)
+    create, fetched = timm.create_model, []
+
+    def fetch(name, pretrained=False, **kwargs):
+        fetched.append(pretrained)
+        overlay = {"pretrained_cfg_overlay": {"file": str(path)}} if pretrained else {}
+        return create(name, pretrained=pretrained, **overlay, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", fetch)
+    start = {"model": "resnet10t", "model_kwargs": (), "pretrained": True}
+    still = settings(tmp_path / "out", model=start, optim={"lr": 0.0, "min_lr": 0.0})
+    Classification.run(still)
+    assert True in fetched
+    fetched.clear()
+    model, metadata = Classification.load(tmp_path / "out" / "best")
+    assert torch.equal(model.conv1[0].weight, source.conv1[0].weight) and model.num_classes == 10
+    assert metadata["model_kwargs"] == {} and True not in fetched
+    more = dataclasses.replace(still.optim, steps=3)
+    Classification.run(
+        dataclasses.replace(still, optim=more, run=dataclasses.replace(still.run, resume="auto"))
+    )
+    assert True not in fetched
+
+
+def test_weights_that_cannot_be_fetched_are_said_so_in_a_line(monkeypatch):
+    with pytest.raises(ValueError, match="`pretrained`: timm has no weights of softpp_tiny"):
+        Classification(settings(model={"pretrained": True}))
+    task = Classification(
+        settings(model={"model": "resnet10t", "model_kwargs": (), "pretrained": True})
+    )
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no way there")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    with pytest.raises(ValueError, match=r"of resnet10t can't be fetched \(no way there\)"):
+        task.build_model()
+    with pytest.raises(ValueError, match="can't be used together"):
+        Classification(settings(model={"pretrained": True, "pretrained_checkpoint": "a"}))
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -249,7 +331,7 @@ def test_weights_come_from_files_of_timm_too(tmp_path, suffix):
     else:
         save_file(source.state_dict(), path)
     model = create_network("vit_tiny_patch16_224", 7, 32, kwargs)
-    assert not load_pretrained(model, path, "vit_tiny_patch16_224")
+    assert load_pretrained(model, path, "vit_tiny_patch16_224").replaced
     assert torch.equal(model.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
 
 

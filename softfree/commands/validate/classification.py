@@ -8,9 +8,9 @@ from softfree.commands.validate.base import Scores, Validation, check_classes
 from softfree.data.classification import load_images
 from softfree.data.images import ImageDataset, Unreadable
 from softfree.data.resident import ResidentImages
-from softfree.training.checkpoint import data_settings
 from softfree.training.classification import (
     Classification,
+    load_validation_images,
     load_weights_file,
     parse_model_kwargs,
     score_classifier,
@@ -52,18 +52,16 @@ class ValidateClassification(Validation):
         from_folder = self.checkpoint.is_dir() or not self.model
         if from_folder:
             network, metadata = Classification.load(self.checkpoint, processes.device, kwargs)
-        data_dir, dataset = self.data_dir, self.dataset
-        if data_dir is None and not dataset:
-            if not from_folder:
+        where = self.data_dir, self.dataset, self.strict_data
+        if from_folder:
+            data = load_validation_images(self.checkpoint, *where)
+            check_classes(self.checkpoint, metadata["class_names"], data.class_names)
+        else:
+            if not self.data_dir and not self.dataset:
                 raise ValueError(
                     f"--data-dir is needed: {self.checkpoint} is no checkpoint folder that names its data"
                 )
-            trained_on = data_settings(self.checkpoint)
-            data_dir, dataset = trained_on["data_dir"], trained_on["dataset"]
-        data = load_images(data_dir, dataset=dataset, strict=self.strict_data)
-        if from_folder:
-            check_classes(self.checkpoint, metadata["class_names"], data.class_names)
-        else:
+            data = load_images(self.data_dir, dataset=self.dataset, strict=self.strict_data)
             network, metadata = load_weights_file(
                 self.checkpoint, self.model, len(data.class_names), kwargs, processes.device
             )
