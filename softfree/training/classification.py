@@ -262,13 +262,13 @@ class Classification(PictureTask):
         processes = int(os.environ.get("WORLD_SIZE", 1))
         most = 4 * optim.batch_size * optim.grad_accum_steps * processes
         if "batch_size" not in given and not data.dataset and has_fewer(data.data_dir, most):
-            samples = len(load_settings_images(data).train)
-            fitted = fit_batch(optim, samples, processes)
-            if fitted != optim:
-                notes.append(
-                    f"`batch_size` {fitted.batch_size} instead of {optim.batch_size}, for {samples} training "
-                    "pictures"
-                )
+            # Folders that can't be read are for the run to refuse, not for its --help.
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                samples = len(load_settings_images(data).train)
+                fitted = fit_batch(optim, samples, processes)
+                if fitted != optim:
+                    size = f"{fitted.batch_size} instead of {optim.batch_size}"
+                    notes.append(f"`batch_size` {size}, for {samples} training pictures")
                 optim = fitted
         if os.environ.get("RANK", "0") == "0":
             for line in notes:
