@@ -34,9 +34,9 @@ from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
 from softfree.training.checkpoint import SETTINGS, different_settings
 from softfree.training.devices import autocast, choose_device
+from softfree.training.logs import TEST_RESULT
 from softfree.training.longrange import (
     RECIPES,
-    TEST_RESULT,
     LongRange,
     LongRangeSettings,
     build_encoder,
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     data: LongRangeData | None = None
     for name in dict.fromkeys(settings.attentions):
         given = settings_for(settings, name)
-        if settings.train and not is_trained(given):
+        if settings.train and (settings.run.overwrite or not is_trained(given)):
             data = data or load_data(settings.data)
             print(f"{name}: training in {given.run.output}", flush=True)
             outcome = LongRange.run(given, data)
@@ -154,7 +154,9 @@ def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings
         settings.data,
         dataclasses.replace(settings.model, attention=attention, attention_options=own),
         settings.optim,
-        dataclasses.replace(settings.run, output=folder, resume="auto"),
+        dataclasses.replace(
+            settings.run, output=folder, resume="" if settings.run.overwrite else "auto"
+        ),
     )
 
 

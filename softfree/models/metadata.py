@@ -242,6 +242,7 @@ FIELDS: dict[str, Check] = {
     "window": _whole(0),
     "longrange_task": _text,
     "run": _mapping,
+    "crc32": _mapping,
 }
 PICTURES = ("img_size", "crop_pct", "interpolation", "mean", "std")
 REQUIRED: dict[str, tuple[str, ...]] = {

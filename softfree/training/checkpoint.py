@@ -8,17 +8,20 @@
     OUTPUT/best/    the same without state.pt
 
 A checkpoint is written into a hidden folder beside its place, forced to the disk, and renamed. A process
-killed at any moment leaves a whole checkpoint, the old one or the new one. Nothing is pickled.
+killed at any moment leaves a whole checkpoint, the old one or the new one. Nothing is pickled. Who reads while a
+run writes gets all files of one checkpoint, and the metadata has checksums that tell damaged ones.
 """
 
 import dataclasses
 import io
 import json
+import logging
 import os
 import shutil
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -30,6 +33,12 @@ from softfree.models.metadata import check_fields, read_json
 
 WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
 METADATA, SETTINGS = "metadata.json", "settings.json"
+CHECKSUMS = "crc32"  # field of the metadata: by name of a file
+CHUNK = 2**24
+# Reads of a checkpoint that a run replaces meanwhile, each time.
+MOST_READS = 100
+# What AdamW keeps of a parameter, beside the number of its steps.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Parts of the settings that say what is trained and on what, and settings in them that a resumed run may change.
 OF_THE_RUN = ("data", "model", "backbone", "detector", "decoder")
@@ -40,6 +49,10 @@ MAY_CHANGE = (
 )  # fmt: skip
 # Settings that the files name otherwise than the user does.
 TYPED_AS = {"attention_options": "model_kwargs"}
+
+
+Found = TypeVar("Found")
+logger = logging.getLogger(__name__)
 
 
 class CheckpointWriteError(RuntimeError):
@@ -55,6 +68,17 @@ class Checkpoint:
     weights: dict[str, Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """All that a run needs to go on; ``ema`` is None where none was kept."""
+
+    path: Path
+    metadata: dict[str, Any]
+    weights: dict[str, Tensor]
+    ema: dict[str, Tensor] | None
+    state: dict[str, Any]
+
+
 def write_checkpoint(
     folder: Path,
     weights: dict[str, Tensor],
@@ -64,17 +88,16 @@ def write_checkpoint(
     state: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint in place of the one at ``folder``; raises :class:`CheckpointWriteError`."""
-    files = {
-        WEIGHTS: _safetensors(weights),
-        METADATA: (json.dumps(metadata, indent=2) + "\n").encode(),
-        SETTINGS: settings_json.encode(),
-    }
+    files = {WEIGHTS: _safetensors(weights)}
     if ema is not None:
         files[EMA] = _safetensors(ema)
     if state is not None:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         files[STATE] = buffer.getvalue()
+    metadata = {**metadata, CHECKSUMS: {name: _shown(zlib.crc32(x)) for name, x in files.items()}}
+    files[METADATA] = (json.dumps(metadata, indent=2) + "\n").encode()
+    files[SETTINGS] = settings_json.encode()
     new, old = _new(folder), _old(folder)
     try:
         recover(folder)
@@ -106,12 +129,22 @@ def recover(folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def remove(path: Path) -> None:
+    """Remove a checkpoint, as a whole or not at all, or another file or folder of a run."""
+    if path.is_dir():
+        recover(path)
+        path.rename(_new(path))
+        shutil.rmtree(_new(path))
+    else:
+        path.unlink(missing_ok=True)
+
+
 def locate(path: Path) -> Path:
     """The folder to read for the checkpoint ``path``, also between the two renames of a write."""
-    if not path.exists() and _old(path).exists():
-        return _old(path)
-    if (path / METADATA).is_file():
-        return path
+    # The last look is for a write that has ended after the first one.
+    for folder in (path, _old(path), path):
+        if (folder / METADATA).is_file():
+            return folder
     near = [
         folder
         for folder in (path / "best", path / "last", path.parent / "best", path.parent / "last")
@@ -125,9 +158,53 @@ def locate(path: Path) -> Path:
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Metadata and the weights to use from a checkpoint folder such as OUTPUT/best."""
-    folder = locate(Path(path))
-    chosen = EMA if (folder / EMA).is_file() else WEIGHTS
-    return Checkpoint(folder, read_metadata(folder), read_weights(folder, chosen))
+
+    def read(folder: Path) -> Checkpoint:
+        metadata = read_metadata(folder)
+        chosen = EMA if has_ema(folder, metadata) else WEIGHTS
+        return Checkpoint(folder, metadata, read_weights(folder, chosen))
+
+    found = _undisturbed(Path(path), read)
+    if names := nonfinite(found.weights):
+        logger.warning("%s: %s not finite", found.path, _some(names, "is", "are"))
+    return found
+
+
+def read_run(path: Path) -> SavedRun:
+    """Everything in a checkpoint folder such as OUTPUT/last."""
+
+    def read(folder: Path) -> SavedRun:
+        metadata = read_metadata(folder)
+        weights = read_weights(folder)
+        ema = read_weights(folder, EMA) if has_ema(folder, metadata) else None
+        return SavedRun(folder, metadata, weights, ema, read_state(folder))
+
+    return _undisturbed(path, read)
+
+
+def _undisturbed(path: Path, read: Callable[[Path], Found]) -> Found:
+    """What ``read`` finds in a checkpoint's folder; again if a run has put another in its place meanwhile."""
+    for _ in range(MOST_READS):
+        folder = locate(path)
+        before = _identity(folder)
+        try:
+            found = read(folder)
+        except (ValueError, OSError):
+            if _identity(folder) == before:
+                raise
+            continue
+        if _identity(folder) == before:
+            return found
+    raise ValueError(f"{path} is replaced faster than it can be read; try again when its run ends")
+
+
+def _identity(folder: Path) -> tuple[int, ...] | None:
+    """Of a folder with what is in it: the number alone may be given to a later one."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -135,15 +212,37 @@ def read_metadata(path: Path) -> dict[str, Any]:
     file = locate(path) / METADATA
     try:
         metadata = read_json(file)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ValueError(_damaged(file, error)) from error
     check_fields(file, metadata, ())
     return metadata
 
 
+def has_ema(folder: Path, metadata: dict[str, Any]) -> bool:
+    """Whether a moving average belongs to a checkpoint, be its file there or lost."""
+    return EMA in metadata.get(CHECKSUMS, {}) or (folder / EMA).is_file()
+
+
+def read_run_settings(folder: Path) -> dict[str, Any]:
+    """The settings, by part, of the run that wrote a checkpoint."""
+    file = folder / SETTINGS
+    try:
+        settings = read_json(file)
+    except (ValueError, OSError) as error:
+        raise ValueError(_damaged(file, error)) from error
+    for part, values in settings.items():
+        if part != "recipe" and not isinstance(values, dict):
+            raise ValueError(f"{file}: {part!a} must be a mapping, got {values!a:.60}")
+    return settings
+
+
 def data_settings(path: Path) -> dict[str, Any]:
     """What the run that wrote a checkpoint was told about its data."""
-    return read_json(locate(path) / SETTINGS)["data"]
+    folder = locate(path)
+    settings = read_run_settings(folder)
+    if "data" not in settings:
+        raise ValueError(f"{folder / SETTINGS}: 'data' is missing")
+    return settings["data"]
 
 
 def check_task(path: str | Path, metadata: dict[str, Any], task: str) -> None:
@@ -156,9 +255,11 @@ def read_weights(path: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
     """The tensors of one of a checkpoint's files."""
     file = locate(path) / name
     try:
-        return safetensors.torch.load_file(file)
-    except (SafetensorError, OSError) as error:
+        weights = safetensors.torch.load_file(file)
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
         raise ValueError(_damaged(file, error)) from error
+    _check_sum(file)
+    return weights
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -167,17 +268,86 @@ def read_state(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{path} has no {STATE}, so no run can go on from it; use OUTPUT/last")
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler met
         raise ValueError(_damaged(file, error)) from error
+    _check_sum(file)
+    if not isinstance(state, dict):
+        raise ValueError(f"{file}: it must be a mapping, got {type(state).__name__}")
+    return state
+
+
+def _check_sum(file: Path) -> None:
+    """Raise if a file is another than the metadata beside it were written with; older ones don't tell."""
+    expected = read_metadata(file.parent).get(CHECKSUMS, {}).get(file.name)
+    if expected is None:
+        return
+    found = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            found = zlib.crc32(chunk, found)
+    if _shown(found) != expected:
+        raise ValueError(
+            f"{file} is damaged, or another than was written: its checksum is {_shown(found)}, in "
+            f"{METADATA} {expected!a:.30}; use another checkpoint, or remove {CHECKSUMS!r} there if you "
+            "changed the file"
+        )
+
+
+def _shown(checksum: int) -> str:
+    return f"{checksum:08x}"
+
+
+def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors with numbers that are not finite."""
+    return [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
+
+
+def check_optimizer(
+    file: Path, state: Any, parameters: Mapping[str, Tensor], without: Collection[str]
+) -> None:
+    """Raise unless ``state``, of a run's ``state.pt``, is that of an AdamW over ``parameters``.
+
+    ``without`` are parameters that no step had used when it was written.
+    """
+    entries = state.get("state") if isinstance(state, dict) else None
+    if not isinstance(entries, dict):
+        raise ValueError(f"{file}: the optimizer's state is missing")
+    problems = [f"{name} is missing" for name in parameters if name not in {*entries, *without}]
+    for name, entry in entries.items():
+        if name not in parameters:
+            problems.append(f"{name!a:.60} is not in the model")
+            continue
+        like = parameters[name]
+        wanted = {"step": (torch.float32, torch.Size())}
+        wanted |= dict.fromkeys(MOMENTS, (like.dtype, like.shape))
+        if not isinstance(entry, dict) or entry.keys() != wanted.keys():
+            problems.append(f"{name} must have {', '.join(wanted)}")
+            continue
+        for key, given in entry.items():
+            dtype, shape = wanted[key]
+            if not isinstance(given, Tensor) or (given.dtype, given.shape) != (dtype, shape):
+                found = _kind(given)
+                problems.append(f"{key} of {name} must be {dtype} {tuple(shape)}, got {found}")
+            elif nonfinite({key: given}):
+                problems.append(f"{key} of {name} is not finite")
+    if problems:
+        raise ValueError(f"{file}: the optimizer's state does not fit: {_first(problems)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def check_same_run(folder: Path, settings_json: str) -> None:
     """Raise if a run with these settings can't go on from ``folder``: it was of another network or other data."""
-    try:
-        made_with = read_json(folder / SETTINGS)
-    except (OSError, ValueError) as error:
-        raise ValueError(_damaged(folder / SETTINGS, error)) from error
+    made_with = read_run_settings(folder)
     differing = different_settings(made_with, json.loads(settings_json), OF_THE_RUN, MAY_CHANGE)
     if differing:
         raise ValueError(
@@ -207,23 +377,53 @@ def _as_typed(name: str, value: Any) -> str:
 
 
 def check_fits(
-    path: Path, weights: dict[str, Tensor], expected: dict[str, Tensor], model: str
+    path: Path,
+    weights: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    model: str,
+    exactly: bool = False,
 ) -> None:
-    """Raise unless ``weights`` have the names and shapes of ``expected``; ``model`` is for the message."""
+    """Raise unless ``weights`` have the names and shapes of ``expected``; ``model`` is for the message.
+
+    They must be of the same kind, floating-point or whole; ``exactly``: of the same dtype, and finite.
+    """
     problems = [f"{name} is missing" for name in expected if name not in weights]
     problems += [f"{name} is not in the model" for name in sorted(weights) if name not in expected]
+    common = {name: tensor for name, tensor in expected.items() if name in weights}
     problems += [
         f"{name} is {tuple(weights[name].shape)}, in the model {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in weights and weights[name].shape != tensor.shape
+        for name, tensor in common.items()
+        if weights[name].shape != tensor.shape
+    ]
+    problems += [
+        f"{name} is of {weights[name].dtype}, in the model of {tensor.dtype}"
+        for name, tensor in common.items()
+        if (
+            weights[name].dtype != tensor.dtype
+            if exactly
+            else weights[name].is_floating_point() != tensor.is_floating_point()
+        )
     ]
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
-            f"{path} holds weights of another architecture than {model}: "
-            f"{'; '.join(problems[:3])}{more}. Give the model and the arguments it "
-            "was made with"
+            f"{path} holds weights of another architecture than {model}: {_first(problems)}. Give the model "
+            "and the arguments it was made with"
         )
+    usual = nonfinite(expected) if exactly else ()
+    if exactly and (names := [name for name in nonfinite(weights) if name not in usual]):
+        raise ValueError(f"{path}: {_some(names, 'is', 'are')} not finite; use another checkpoint")
+
+
+def _first(problems: Sequence[str]) -> str:
+    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return "; ".join(problems[:3]) + more
+
+
+def _some(names: Sequence[str], one: str, several: str) -> str:
+    """The first of some names, with the verb that fits."""
+    if len(names) == 1:
+        return f"{names[0]} {one}"
+    return f"{names[0]} and {len(names) - 1} more {several}"
 
 
 def _safetensors(tensors: dict[str, Tensor]) -> bytes:

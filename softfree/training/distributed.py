@@ -206,7 +206,13 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def set_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Take over what :func:`get_optimizer_state` gave."""
+    """Take over the moments that :func:`get_optimizer_state` gave; weight decay and betas stay the optimizer's."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {"state": state["state"], "param_groups": groups}
     set_optimizer_state_dict(model, optimizer, state, options=_WHOLE_IF_THERE)
     for name, parameter in model.named_parameters():
         if name not in state["state"]:

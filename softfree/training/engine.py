@@ -27,13 +27,21 @@ from torch import Tensor, nn
 from softfree import __version__
 from softfree.data.files import write_durably
 from softfree.data.images import MapData, Unreadable, collate_training
-from softfree.models.metadata import check_buildable
+from softfree.models.metadata import check_buildable, check_fields
 from softfree.training import checkpoint, distributed
 from softfree.training.devices import autocast
 from softfree.training.distributed import Agreement, Processes
 from softfree.training.guard import GuardedOptimizer, NonFiniteError, find_nonfinite
 from softfree.training.loading import evaluation_batches, read_batches
-from softfree.training.logs import RunLog, Timer, peak_memory_gib
+from softfree.training.lock import locked
+from softfree.training.logs import (
+    EVAL_CSV,
+    TEST_RESULT,
+    TRAIN_CSV,
+    RunLog,
+    Timer,
+    peak_memory_gib,
+)
 from softfree.training.parameters import parameter_groups
 from softfree.training.sampling import Augmented, StepSampler, seed_all, shuffle
 from softfree.training.schedule import Schedule
@@ -47,6 +55,9 @@ from softfree.training.settings import (
 )
 from softfree.training.signals import StopRequest
 from softfree.training.step import create_step
+
+# What tells that a folder has a run, and what `overwrite` removes.
+RUN_FILES = ("last", "best", TRAIN_CSV, EVAL_CSV, TEST_RESULT, "tensorboard")
 
 
 class Task(ABC):
@@ -215,6 +226,24 @@ class Position:
     skipped: int = 0
     """steps left out so far since their gradient was not finite"""
 
+    @classmethod
+    def read(cls, file: Path, values: Any) -> "Position":
+        """The position that ``values``, of a file from outside, give."""
+        if not isinstance(values, dict):
+            raise ValueError(f"{file}: 'position' must be a mapping, got {values!a:.60}")
+        for field in dataclasses.fields(cls):
+            value = values.get(field.name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if field.name == "best":
+                fine = value is None or (isinstance(value, (int, float)) and value == value)
+            else:
+                fine = whole
+            if not fine:
+                raise ValueError(
+                    f"{file}: {field.name!r} of the position must be a number, got {value!a:.60}"
+                )
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -229,8 +258,20 @@ class Outcome:
 def train(task: Task, optim: OptimSettings, run: RunSettings, settings_json: str) -> Outcome:
     """Train ``task``; write checkpoints and logs into ``run.output``."""
     check_settings(optim, run)
-    with distributed.join_processes(run.device) as processes, StopRequest() as stop_request:
+    with (
+        distributed.join_processes(run.device) as processes,
+        StopRequest() as stop_request,
+        locked(run.output) if processes.main else contextlib.nullcontext(),
+    ):
         return _Training(task, optim, run, settings_json, processes).run_loop(stop_request)
+
+
+def check_scaler(file: Path, found: Any, wanted: dict[str, Any]) -> None:
+    """Raise unless ``found`` has the numbers of a gradient scaler's state."""
+    for name in wanted:
+        value = found.get(name) if isinstance(found, dict) else None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{file}: {name!r} of the scaler must be a number, got {value!a:.60}")
 
 
 class _EvaluationStoppedError(Exception):
@@ -253,6 +294,7 @@ class _Training:
         self.processes = processes
         self.device = processes.device
         self.last, self.best = run.output / "last", run.output / "best"
+        self.restarted = distributed.restarted(processes)
         resume_from = self._find_resume()
         task.resumes = resume_from is not None
 
@@ -283,6 +325,8 @@ class _Training:
         self.saved_at, self.saved_step = time.monotonic(), -1
         if resume_from is not None:
             self._resume(resume_from)
+        if run.overwrite and processes.main and not self.restarted:
+            self._remove_earlier_run()
         distributed.note_begun(processes)
         self.log = RunLog(run.output, self.position.step, self.schedule.total, processes.main)
         self.unreadable: dict[str, str] = {}
@@ -292,29 +336,37 @@ class _Training:
 
     def _find_resume(self) -> Path | None:
         """The checkpoint to go on from. Files of an earlier run are not overwritten by mistake."""
+        again = self.restarted
         if self.processes.main:
-            try:
-                self.run.output.mkdir(parents=True, exist_ok=True)
-                checkpoint.recover(self.last)
-                checkpoint.recover(self.best)
-            except OSError as error:
-                raise ValueError(
-                    f"`output` {self.run.output} can't be written: {error.strerror}; give a folder of yours"
-                ) from error
+            checkpoint.recover(self.last)
+            checkpoint.recover(self.best)
         # The others look only after the main process has cleared up.
         distributed.gather([], self.processes)
-        begun = self.last.exists()
-        if begun and (self.run.resume == "auto" or distributed.restarted(self.processes)):
+        output, resume = self.run.output, self.run.resume
+        if self.last.exists() and (resume == "auto" or again):
             return self.last
         given = None
-        if self.run.resume not in ("", "auto"):
-            given = checkpoint.locate(Path(self.run.resume))
-        if not begun or (given is not None and given.resolve() == self.last.resolve()):
+        if resume not in ("", "auto") and not again:
+            given = checkpoint.locate(Path(resume))
+            if given.resolve() == self.last.resolve():
+                return given
+        found = [name for name in RUN_FILES if (output / name).exists()]
+        # A run that ended before its first checkpoint has logs alone.
+        lost = self.best.exists() or self.last.exists()
+        if not found or self.run.overwrite or (not lost and (resume == "auto" or again)):
             return given
+        if self.last.exists():
+            advice = "go on with `resume` auto, give another `output`"
+        else:
+            advice = "without `last` it can't go on; give another `output`"
         raise ValueError(
-            f"`output` {self.run.output} already has a run; go on with `resume` auto, or give another "
-            "`output`"
+            f"`output` {output} already has a run ({', '.join(found)}); {advice}, or begin anew with "
+            "`overwrite`"
         )
+
+    def _remove_earlier_run(self) -> None:
+        for name in RUN_FILES:
+            checkpoint.remove(self.run.output / name)
 
     def _build_model(self) -> nn.Module:
         model = self.task.build_model()
@@ -353,38 +405,55 @@ class _Training:
         return self.plain
 
     def _resume(self, path: Path) -> None:
-        metadata = checkpoint.read_metadata(path)
-        weights = checkpoint.read_weights(path)
-        state = checkpoint.read_state(path)
-        checkpoint.check_same_run(path, self.settings_json)
+        """Go on from a checkpoint: all of it is checked before anything changes."""
+        saved = checkpoint.read_run(path)
+        file = saved.path / checkpoint.STATE
+        checkpoint.check_same_run(saved.path, self.settings_json)
         model = self.task.metadata().get("model", "this")
-        checkpoint.check_fits(path, weights, distributed.get_weights(self.plain), model)
+        expected = distributed.get_weights(self.plain)
+        checkpoint.check_fits(path, saved.weights, expected, model, exactly=True)
+        told = checkpoint.read_run_settings(saved.path).get("optim", {})
+        if self.ema is not None and saved.ema is None and told.get("model_ema"):
+            raise ValueError(f"{path} has lost its {checkpoint.EMA}; use another checkpoint")
+        if saved.ema is not None:
+            ema_file = saved.path / checkpoint.EMA
+            checkpoint.check_fits(ema_file, saved.ema, expected, model, exactly=True)
+        check_fields(saved.path / checkpoint.METADATA, saved.metadata, ("run",))
         for name, value in self._data_facts().items():
-            if metadata["run"].get(name) != value:
+            if saved.metadata["run"].get(name) != value:
                 raise ValueError(
-                    f"{path} was written with {name} {metadata['run'].get(name)}, this run has {value}: "
-                    "the order of the data would change. Use the same data, `seed`, and product of "
-                    "`batch_size`, `grad_accum_steps` and processes"
+                    f"{path} was written with {name} {saved.metadata['run'].get(name)!a:.60}, this run "
+                    f"has {value}: the order of the data would change. Use the same data, `seed`, and "
+                    "product of `batch_size`, `grad_accum_steps` and processes"
                 )
-        distributed.set_weights(self.plain, weights)
-        if state["optimizer"]:
-            distributed.set_optimizer_state(
-                self.plain, self.optimizer.optimizer, state["optimizer"]
-            )
-        if self.optimizer.scaler.is_enabled() and state["scaler"]:
-            self.optimizer.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None:
-            kept = (path / checkpoint.EMA).is_file()
-            distributed.set_weights(
-                self.ema.module, checkpoint.read_weights(path, checkpoint.EMA) if kept else weights
-            )
-        self.position = Position(**state["position"])
-        self.saved_step = self.position.step
-        if self.position.step > self.schedule.total:
+        position = Position.read(file, saved.state.get("position"))
+        if position.step > self.schedule.total:
             raise ValueError(
-                f"{path} is at step {self.position.step:,}, beyond this run's end at "
+                f"{path} is at step {position.step:,}, beyond this run's end at "
                 f"{self.schedule.total:,} (`epochs`, `steps`)"
             )
+        trainable = {n: p for n, p in self.plain.named_parameters() if p.requires_grad}
+        moments: Any = saved.state.get("optimizer")
+        if position.step:
+            # Older files do not tell which parameters no step had used.
+            without = saved.state.get("without_state", [*trainable])
+            if not isinstance(without, list):
+                raise ValueError(f"{file}: 'without_state' must be a list, got {without!a:.60}")
+            checkpoint.check_optimizer(file, moments, trainable, without)
+        scaler, kept = self.optimizer.scaler, saved.state.get("scaler") or {}
+        if scaler.is_enabled() and kept:
+            check_scaler(file, kept, scaler.state_dict())
+
+        distributed.set_weights(self.plain, saved.weights)
+        if position.step:
+            distributed.set_optimizer_state(self.plain, self.optimizer.optimizer, moments)
+        if scaler.is_enabled() and kept:
+            scaler.load_state_dict(kept)
+        if self.ema is not None:
+            # A run that kept none until now begins with the weights.
+            distributed.set_weights(self.ema.module, saved.ema or saved.weights)
+        self.position = position
+        self.saved_step = position.step
         self.optimizer.settle_buffers()
 
     def _data_facts(self) -> dict[str, int]:
@@ -507,11 +576,14 @@ class _Training:
                 model, self._until_stopped(batches, stop_request), self.processes
             )
         self.plain.train()
-        position.evaluated = position.step
         score = scores[metric]
         better = position.best is None or (
             score > position.best if self.task.higher_is_better else score < position.best
         )
+        if better and position.best is None and self.saved_step < 0:
+            # Never `best` without `last`: an earlier run's, left alone, is told by that.
+            self._save(self.last, with_state=True)
+        position.evaluated = position.step
         if better:
             position.best, position.best_step = score, position.step
             self._save(self.best, with_state=False)
@@ -572,6 +644,11 @@ class _Training:
                 "optimizer": self.position.step
                 and distributed.get_optimizer_state(self.plain, self.optimizer.optimizer),
                 "scaler": self.optimizer.scaler.state_dict(),
+                "without_state": [
+                    name
+                    for name, parameter in self.plain.named_parameters()
+                    if parameter.requires_grad and parameter not in self.optimizer.optimizer.state
+                ],
             }
         if self.processes.main:
             metadata = {

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from softfree.data.files import replace_durably
 from softfree.data.images import Unreadable
 
-TRAIN_CSV, EVAL_CSV = "train.csv", "eval.csv"
+TRAIN_CSV, EVAL_CSV, TEST_RESULT = "train.csv", "eval.csv", "test.json"
 # The bar is drawn by the loop itself: no thread runs beside the training.
 REDRAW_SECONDS = 0.5
 

@@ -36,9 +36,8 @@ from softfree.training.devices import choose_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task
 from softfree.training.loading import evaluation
+from softfree.training.logs import TEST_RESULT
 from softfree.training.settings import Given, OptimSettings, RunSettings
-
-TEST_RESULT = "test.json"
 
 
 @dataclasses.dataclass(frozen=True)

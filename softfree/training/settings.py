@@ -15,6 +15,8 @@ from softfree.training.devices import AmpDtype
 Settings = TypeVar("Settings")
 # Arguments that the user gave, by name, each with its first value as it was typed.
 Given = Mapping[str, str]
+# Where a run writes is for its user to say.
+NOT_FROM_FILES = ("output", "resume", "overwrite")
 # torch warns of more loading processes than there are cores.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
 
@@ -71,6 +73,8 @@ class RunSettings:
     """folder for checkpoints, logs and settings"""
     resume: str = ""
     """continue from this checkpoint folder; 'auto': from OUTPUT/last if there is one"""
+    overwrite: bool = False
+    """begin anew where --output has a run, whose checkpoints and logs are removed"""
     save_every: str = "1e"
     """save OUTPUT/last every so many epochs (2e), steps (500) or seconds (600s)"""
     eval_every: int = 0
@@ -129,6 +133,10 @@ def check_settings(optim: OptimSettings, run: RunSettings) -> None:
         (run, 0, ("workers", "eval_every")),
     ):
         check_at_least(least, **{name: getattr(part, name) for name in names})
+    if run.overwrite and run.resume:
+        raise ValueError(
+            f"`overwrite` begins anew and `resume` {run.resume} goes on: give one of them"
+        )
     if not all(0 <= beta < 1 for beta in optim.betas):
         first, second = optim.betas
         raise ValueError(f"`betas` must lie in [0, 1), got {first:g} {second:g}")
@@ -223,5 +231,5 @@ def _from_plain(kind: Any, values: Mapping[str, Any]) -> Any:
             value = Path(value)
         made[name] = value
     if kind is RunSettings:
-        made = {name: value for name, value in made.items() if name not in ("output", "resume")}
+        made = {name: value for name, value in made.items() if name not in NOT_FROM_FILES}
     return kind(**made)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from softfree.training.checkpoint import (
     check_same_run,
     locate,
     read_checkpoint,
+    read_run,
     read_state,
     recover,
     write_checkpoint,
@@ -144,6 +146,87 @@ def test_a_truncated_file_is_named(tmp_path, name, length):
     with pytest.raises(ValueError, match=f"{name} is unreadable, perhaps cut off"):
         read_checkpoint(tmp_path / "last")
         read_state(tmp_path / "last")
+
+
+@pytest.mark.parametrize("name", [checkpoint.WEIGHTS, checkpoint.EMA, checkpoint.STATE])
+def test_one_flipped_bit_is_found(tmp_path, name):
+    write(tmp_path / "last", 1, ema={"w": torch.full((100,), 7.0)})
+    file = tmp_path / "last" / name
+    content = bytearray(file.read_bytes())
+    content[-30] ^= 8
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is (damaged, or another|unreadable)"):
+        read_run(tmp_path / "last")
+
+
+def test_checkpoints_of_before_there_were_checksums_are_read(tmp_path):
+    write(tmp_path / "last", 1)
+    file = tmp_path / "last" / checkpoint.METADATA
+    metadata = json.loads(file.read_text())
+    assert len(metadata.pop("crc32")) == 2
+    file.write_text(json.dumps(metadata))
+    assert value(tmp_path / "last") == 1
+
+
+def test_weights_that_are_not_finite_are_said(tmp_path, caplog):
+    write(tmp_path / "last", float("nan"))
+    read_checkpoint(tmp_path / "last")
+    assert "last: w is not finite" in caplog.text
+
+
+def test_a_reader_gets_the_files_of_one_checkpoint_whenever_a_run_replaces_it(
+    tmp_path, monkeypatch
+):
+    def put(step):
+        weights = {"w": torch.full((100,), float(step))}
+        write_checkpoint(tmp_path / "best", weights, {"task": "toy", "step": step}, "{}")
+
+    # A run writes between any two accesses of the reader: before the first, the second, and so on.
+    read_once, accesses, times, between = checkpoint.read_metadata, 0, 0, 0
+
+    def interrupt(path):
+        nonlocal accesses, times
+        accesses += 1
+        if accesses == between:
+            times += 1
+            put(times)
+        return read_once(path)
+
+    monkeypatch.setattr(checkpoint, "read_metadata", interrupt)
+    for between in range(8):  # noqa: B007
+        put(0)
+        accesses = 0
+        found = read_checkpoint(tmp_path / "best")
+        assert found.weights["w"][0] == found.metadata["step"]
+    assert times >= 2
+
+
+@pytest.mark.slow
+def test_readers_beside_a_writer_never_see_two_checkpoints_at_once(tmp_path):
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "best")])
+    try:
+        while not (tmp_path / "best").exists():
+            assert writer.poll() is None
+        seen = set()
+        for _ in range(1000):
+            found = read_checkpoint(tmp_path / "best")
+            assert found.weights["w"][0] == found.metadata["step"]
+            seen.add(found.metadata["step"])
+    finally:
+        writer.kill()
+        writer.wait()
+    assert len(seen) > 10
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+import torch
+from softfree.training.checkpoint import write_checkpoint
+for step in itertools.count():
+    w = {"w": torch.full((100,), float(step))}
+    write_checkpoint(Path(sys.argv[1]), w, {"task": "toy", "step": step}, "{}")
+"""
 
 
 def test_a_path_that_is_no_checkpoint_gets_advice(tmp_path):

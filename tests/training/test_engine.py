@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 from torch import nn
@@ -232,11 +234,12 @@ def saved_steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "save_every, expected", [("2", [2, 4, 6, 7]), ("1e", [6, 7]), ("900s", [7])]
+    "save_every, expected", [("2", [2, 4, 6, 7]), ("1e", [6, 7]), ("900s", [6, 7])]
 )
 def test_checkpoints_come_as_often_as_asked(tmp_path, saved_steps, save_every, expected):
     run_toy(tmp_path, steps=7, save_every=save_every)
-    assert saved_steps == expected
+    # Also before the first evaluation's best.
+    assert sorted(set(saved_steps)) == expected
 
 
 def test_checkpoints_come_by_the_clock_too(tmp_path, monkeypatch, saved_steps):
@@ -304,14 +307,81 @@ def test_the_moving_average_is_evaluated_and_kept(tmp_path):
     assert torch.equal(read_checkpoint(last).weights["head.weight"], average["head.weight"])
 
 
+def content(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 def test_an_earlier_run_is_not_overwritten(tmp_path):
     run_toy(tmp_path)
-    before = (tmp_path / "last" / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="already has a run; go on with `resume` auto"):
+    before = content(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"already has a run \(last, best, .*; go on with `resume` auto"
+    ):
         run_toy(tmp_path, seed=7)
     with pytest.raises(ValueError, match="already has a run"):
         run_toy(tmp_path, resume=str(tmp_path / "best"))
-    assert (tmp_path / "last" / "model.safetensors").read_bytes() == before
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", ["", "auto"])
+def test_the_best_of_an_earlier_run_is_not_overwritten_when_its_last_is_gone(tmp_path, resume):
+    run_toy(tmp_path)
+    shutil.rmtree(tmp_path / "last")
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match="without `last` it can't go on.*begin anew with `overwr"):
+        run_toy(tmp_path, seed=7, resume=resume)
+    assert content(tmp_path) == before
+
+
+def test_logs_alone_are_not_overwritten_either_but_a_run_killed_that_early_goes_on(tmp_path):
+    (tmp_path / "train.csv").write_text("step,loss\n1,2.5\n")
+    with pytest.raises(ValueError, match=r"already has a run \(train.csv\)"):
+        run_toy(tmp_path)
+    assert run_toy(tmp_path, resume="auto").position.step == STEPS
+    assert [int(row["step"]) for row in read(tmp_path / "train.csv")] == list(range(1, STEPS + 1))
+
+
+def test_overwriting_begins_anew_and_leaves_nothing_of_the_earlier_run(tmp_path):
+    run_toy(tmp_path / "anew", seed=3)
+    run_toy(tmp_path / "new", seed=7)
+    (tmp_path / "anew" / "test.json").write_text("{}")
+    (tmp_path / "anew" / "mine.txt").write_text("stays")
+    run_toy(tmp_path / "anew", seed=7, overwrite=True)
+    assert_same_run(tmp_path / "anew", tmp_path / "new")
+    assert not (tmp_path / "anew" / "test.json").exists()
+    assert (tmp_path / "anew" / "mine.txt").read_text() == "stays"
+
+
+def test_a_refused_run_overwrites_nothing_and_leaves_no_folder(tmp_path):
+    run_toy(tmp_path / "run")
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match="one step takes 64 samples"):
+        run_toy(tmp_path / "run", batch_size=64, overwrite=True)
+    with pytest.raises(ValueError, match="one step takes 64 samples"):
+        run_toy(tmp_path / "a" / "b", batch_size=64)
+    with pytest.raises(ValueError, match="`overwrite` begins anew and `resume` auto goes on"):
+        run_toy(tmp_path / "run", resume="auto", overwrite=True)
+    assert content(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_second_run_in_the_same_folder_is_refused_by_the_name_of_the_first(tmp_path):
+    class Busy(Toy):
+        def evaluate(self, model, batches, processes):
+            child = os.fork()
+            if child == 0:
+                try:
+                    run_toy(tmp_path, resume="auto")
+                except ValueError as error:
+                    (tmp_path / "refused").write_text(str(error))
+                os._exit(0)
+            os.waitpid(child, 0)
+            return super().evaluate(model, batches, processes)
+
+    run_toy(tmp_path, Busy(), steps=7)
+    refused = (tmp_path / "refused").read_text()
+    assert f"is being written by process {os.getpid()} on " in refused
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_a_process_that_torchrun_started_again_goes_on_by_itself(tmp_path, monkeypatch):
@@ -342,6 +412,105 @@ def test_a_resume_that_does_not_fit_is_refused(tmp_path, changes, message):
     changes = {"resume": "auto", "warmup_epochs": 0, **changes}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_toy(tmp_path, **changes)
+
+
+def spoil(folder, name, change):
+    """Change what a checkpoint's file says, as a careless hand would: its checksum stays right or is missing."""
+    file = folder / name
+    if file.suffix == ".pt":
+        value = torch.load(file, weights_only=True)
+        change(value)
+        torch.save(value, file)
+    elif file.suffix == ".safetensors":
+        value = safetensors.torch.load_file(file)
+        change(value)
+        safetensors.torch.save_file(value, file)
+    else:
+        value = json.loads(file.read_text())
+        change(value)
+        file.write_text(json.dumps(value))
+    metadata = json.loads((folder / "metadata.json").read_text())
+    metadata.pop("crc32", None)
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+
+
+def cut(tensor):
+    return tensor.flatten()[:-1].clone()
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("state.pt", lambda s: s.pop("optimizer"), "the optimizer's state is missing"),
+        ("state.pt", lambda s: s["optimizer"]["state"].pop("head.bias"), "head.bias is missing"),
+        (
+            "state.pt",
+            lambda s: s["optimizer"]["state"]["head.bias"].update(
+                exp_avg=cut(s["optimizer"]["state"]["head.bias"]["exp_avg"])
+            ),
+            r"exp_avg of head.bias must be torch.float32 \(3,\), got torch.float32 \(2,\)",
+        ),
+        (
+            "state.pt",
+            lambda s: s["optimizer"]["state"]["head.bias"].update(step=3),
+            "step of head.bias must be torch.float32",
+        ),
+        (
+            "state.pt",
+            lambda s: s["optimizer"]["state"]["head.bias"].pop("exp_avg_sq"),
+            "head.bias must have step, exp_avg, exp_avg_sq",
+        ),
+        ("state.pt", lambda s: s["position"].update(step="8"), "'step' of the position must be"),
+        ("state.pt", lambda s: s.pop("position"), "'position' must be a mapping, got None"),
+        ("ema.safetensors", lambda w: w.pop("head.bias"), "ema.safetensors .*head.bias is missing"),
+        (
+            "ema.safetensors",
+            lambda w: w.update(other=cut(w["head.bias"])),
+            "other is not in the model",
+        ),
+        (
+            "model.safetensors",
+            lambda w: w.update({"head.bias": w["head.bias"].half()}),
+            "head.bias is of torch.float16",
+        ),
+        (
+            "model.safetensors",
+            lambda w: w["head.bias"].fill_(float("nan")),
+            "head.bias is not finite",
+        ),
+        ("metadata.json", lambda m: m.pop("run"), "the field 'run' is missing"),
+        ("settings.json", lambda s: s.update(data=3), "settings.json: 'data' must be a mapping"),
+    ],
+)
+def test_a_resume_from_a_checkpoint_that_lacks_something_changes_nothing(
+    tmp_path, monkeypatch, name, change, message
+):
+    run_toy(tmp_path, stop_at=8, model_ema=True)
+    spoil(tmp_path / "last", name, change)
+    before = content(tmp_path)
+    monkeypatch.setattr(distributed, "set_weights", None)
+    with pytest.raises(ValueError, match=message):
+        run_toy(tmp_path, resume="auto", model_ema=True)
+    assert content(tmp_path) == before
+
+
+def test_a_lost_moving_average_is_missed(tmp_path):
+    run_toy(tmp_path, stop_at=8, model_ema=True)
+    (tmp_path / "last" / "ema.safetensors").unlink()
+    with pytest.raises(ValueError, match="ema.safetensors is unreadable"):
+        run_toy(tmp_path, resume="auto", model_ema=True)
+    with pytest.raises(ValueError, match="ema.safetensors is unreadable"):
+        read_checkpoint(tmp_path / "last")
+
+
+def test_a_resumed_run_takes_the_weight_decay_that_it_is_given(tmp_path):
+    run_toy(tmp_path, stop_at=8)
+    spoil(
+        tmp_path / "last",
+        "state.pt",
+        lambda s: [g.update(weight_decay="x") for g in s["optimizer"]["param_groups"]],
+    )
+    assert run_toy(tmp_path, resume="auto").position.step == STEPS
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "metadata.json"])
