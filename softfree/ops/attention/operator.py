@@ -15,7 +15,7 @@ from softfree.ops.attention import chunked, reference
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast, compute_dtype
-from softfree.ops.shared.registration import flatten, register
+from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import token_tensor
 
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -107,7 +107,7 @@ def soft_attention(
     check_backend(backend)
     if backend == "reference" or devices.exporting():
         return reference.soft_attention(inputs, settings, exportable=backend != "reference")
-    return FORWARD(*flatten(inputs, settings, _choose(backend, inputs)))[0]
+    return FORWARD(inputs, settings, _choose(backend, inputs))[0]
 
 
 def check_backend(backend: str) -> None:
@@ -278,8 +278,9 @@ def _gradient(ctx, grad, *_):
     if grad is None:
         return ()
     saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
-    grad_q, grad_k, grad_v, grad_landmarks = BACKWARD(*flatten(grad, *saved, *ctx.settings))
-    return grad_q, None if saved[1] is None else grad_k, grad_v, grad_landmarks
+    inputs = Inputs(*saved[:6])
+    grad_q, grad_k, grad_v, grad_landmarks = BACKWARD(grad, inputs, *saved[6:], *ctx.settings)
+    return grad_q, None if inputs.k is None else grad_k, grad_v, grad_landmarks
 
 
 BACKWARD = register("attention_backward", _backward, _fake_backward, flops=backward_flops)

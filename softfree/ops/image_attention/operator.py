@@ -20,7 +20,7 @@ from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSe
 from softfree.ops.norm import operator as norm
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast_dtype
-from softfree.ops.shared.registration import flatten, register
+from softfree.ops.shared.registration import register
 from softfree.ops.shared.sums import column_sums
 from softfree.ops.value_conv import operator as value_conv
 from softfree.ops.window_product import operator as window_product
@@ -108,9 +108,7 @@ def image_attention(
     )
     head_dim = x.shape[2] // weights.value_weight.shape[0]
     settings = AttentionSettings(head_dim**-0.5, normalize, inverse)
-    return FORWARD(
-        *flatten(x.to(dtype), weights, pooling, Places(*grid, *size), eps, settings, keep)
-    )[0]
+    return FORWARD(x.to(dtype), weights, pooling, Places(*grid, *size), eps, settings, keep)[0]
 
 
 def fits(x: Tensor, value_weight: Tensor) -> bool:
@@ -258,10 +256,10 @@ def _gradient(ctx: Any, grad, *_):
     if grad is None:
         return ()
     saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
+    weights, pooling, kept = Weights(*saved[1:9]), saved[9], Kept(*saved[10:])
     x, qv_weight, qv_bias, landmark_weight, grad_norm, value_weight, proj_weight, proj_bias = (
-        BACKWARD(*flatten(grad, *saved, *ctx.settings))
+        BACKWARD(grad, saved[0], weights, pooling, kept, *ctx.settings)
     )
-    weights = Weights(*saved[1:9])
     qv_bias, proj_bias = (
         None if bias is None else found.to(bias.dtype)
         for found, bias in ((qv_bias, weights.qv_bias), (proj_bias, weights.proj_bias))

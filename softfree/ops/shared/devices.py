@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+HERE = contextlib.nullcontext()
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -88,4 +89,6 @@ def as_for_ampere() -> dict[str, str]:
 
 def on(device: torch.device) -> AbstractContextManager:
     """Launches inside go to this GPU, whichever is the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(device)

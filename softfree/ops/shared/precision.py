@@ -3,11 +3,13 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+NOTHING = contextlib.nullcontext()
 AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -29,6 +31,21 @@ def autocast(x: Any) -> Any:
     return x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Inside, autocast is off."""
+    return _autocast_off(device.type) if torch.is_autocast_enabled(device.type) else NOTHING
+
+
+@contextlib.contextmanager
+def _autocast_off(kind: str) -> Iterator[None]:
+    # torch.autocast would do the same, and check and count what does not matter here.
+    torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, True)
+
+
 class _FullPrecision:
     """The setting belongs to the process: the first thread in keeps what it was, the last one out restores it."""
 
@@ -37,15 +54,20 @@ class _FullPrecision:
         self.inside = 0
         self.before = ""
 
-    @contextlib.contextmanager
-    def __call__(self, device: torch.device) -> Iterator[None]:
+    def __call__(self, device: torch.device) -> AbstractContextManager:
         """Products of float32 in float32 on a GPU, whatever ``float32_matmul_precision`` says.
 
         TF32 keeps 11 bits, which a distance or an inverse amplifies.
         """
         if device.type != "cuda":
-            yield
-            return
+            return NOTHING
+        with self.lock:
+            if self.inside == 0 and torch.backends.cuda.matmul.fp32_precision in ("none", "ieee"):
+                return NOTHING
+        return self._changed()
+
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[None]:
         matmul = torch.backends.cuda.matmul
         with self.lock:
             if self.inside == 0:

@@ -1,26 +1,28 @@
-"""Operators registered with PyTorch, at less cost a call than by ``torch.library.custom_op``.
+"""Operators registered with PyTorch, which an eager call goes past.
 
-The result is the same: one node for ``torch.compile``, shapes by a fake implementation, a gradient. But
-``custom_op`` looks for arguments left at their defaults at each call, in time that grows with the square
-of their number, and ours have none: for the attention, with its many, that is much of what a call costs the host.
+Registered, an operator is one node for ``torch.compile``, has shapes by a fake implementation, a count of FLOPs and a
+gradient: what someone who looks on wants to see. Most eager calls have no such onlooker, and PyTorch's dispatcher would
+cost their host more than the launch of a kernel. So :func:`register` returns a function that asks whether somebody
+looks on and computes straight away if not, to the same bits.
 
 A schema of PyTorch has no records. Functions registered here may take named tuples all the same: the schema has
 their fields, :func:`flatten` makes such arguments, and each function gets its records back.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, get_type_hints
 
 import torch
-from torch import _C
-from torch.autograd.function import once_differentiable
+from torch import _C, Tensor
+from torch.autograd import Function, forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops.shared import devices
-from softfree.ops.shared.precision import full_precision
+from softfree.ops.shared.precision import full_precision, without_autocast
 
 LIBRARY = torch.library.Library("softfree", "FRAGMENT")
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def flatten(*inputs: Any) -> list[Any]:
@@ -46,41 +48,52 @@ def register(
     setup_context: Callable[[Any, tuple, Any], None] | None = None,
     gradient: Callable[..., tuple] | None = None,
     flops: Callable[..., int] | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Register ``softfree::name``.
 
     Args:
         name: of the operator.
         compute: what it does, below autograd, on the device of its first input and without autocast; annotated,
-            without defaults. It changes none of its inputs, and no output shares memory with them.
+            tensors first, without defaults. It changes none of its inputs, and no output shares memory with them.
         fake: the shapes, dtypes and strides of its outputs.
         setup_context, gradient: ``setup_context(ctx, inputs, output)`` keeps what ``gradient(ctx, *grads)``
-            needs to give the gradients of the first inputs; the rest have none. None: not differentiable.
+            needs to give the gradients of the first inputs; the rest have none. None: a gradient is refused. What
+            ``gradient`` computes is an operator registered without one, so that second derivatives are refused too.
         flops: as ``compute``, with shapes in the place of tensors; multiply-adds counted twice.
 
     Returns:
-        The operator, ``torch.ops.softfree.name.default``.
+        A function of the arguments of ``compute``.
     """
     kinds = get_type_hints(compute)
     result = kinds.pop("return")
     forms = [_form(kind) for kind in kinds.values()]
+    leading = sum(map(_is_tensors, kinds.values()))
 
-    def with_records(flat: tuple) -> tuple:
+    def with_records(flat: Sequence) -> tuple:
         values = iter(flat)
         return tuple(_build(form, values) for form in forms)
 
-    def alone(*flat: Any) -> Any:
-        device = flat[0].device
-        with torch.autocast(device.type, enabled=False), full_precision(device), devices.on(device):
-            return compute(*with_records(flat))
+    def alone(*inputs: Any) -> Any:
+        first = inputs[0]
+        device = (first if isinstance(first, Tensor) else first[0]).device
+        with (
+            _C._AutoDispatchBelowAutograd(),
+            without_autocast(device),
+            full_precision(device),
+            devices.on(device),
+        ):
+            return compute(*inputs)
+
+    def registered(*flat: Any) -> Any:
+        return alone(*with_records(flat))
 
     parameters = [part for kind in kinds.items() for part in _parameters(*kind)]
-    alone.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+    registered.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
     LIBRARY.define(
-        name + torch.library.infer_schema(alone, mutates_args=()),
+        name + torch.library.infer_schema(registered, mutates_args=()),
         tags=(torch.Tag.pt2_compliant_tag,),
     )
-    LIBRARY.impl(name, alone, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, registered, "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"softfree::{name}", lambda *flat: fake(*with_records(flat)), lib=LIBRARY
     )
@@ -88,18 +101,138 @@ def register(
     operator = packet.default
     if flops is not None:
         register_flop_formula(packet)(lambda *flat, **_: flops(*with_records(flat)))
-    if setup_context is not None and gradient is not None:
-        implementation = _autograd_implementation(
-            operator,
-            lambda ctx, flat, output: setup_context(ctx, with_records(flat), output),
-            gradient,
-        )
-        LIBRARY.impl(name, implementation, "Autograd", with_keyset=True)
-    return operator
+
+    class Differentiable(Function):
+        """Of ``run(*inputs)``; the tensors among the inputs again, for autograd to see."""
+
+        @staticmethod
+        def forward(ctx: Any, run: Callable, inputs: tuple, *tensors: Any) -> Any:
+            output = run(*inputs)
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return None, None, *gradients(ctx, grads, len(ctx.needs_input_grad) - 2)
+
+    class Transformable(Function):
+        """For ``torch.func``, which takes the flat inputs apart."""
+
+        @staticmethod
+        def forward(*flat: Any) -> Any:
+            return call(*with_records(flat))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+            if setup_context is not None:
+                setup_context(ctx, with_records(inputs), output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return gradients(ctx, grads, len(ctx.needs_input_grad))
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+            _refuse(name, "forward-mode derivative")
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple, *flat: Any) -> Any:
+            """One call a sample."""
+            calls = [
+                call(
+                    *with_records(
+                        [
+                            x if d is None else x.select(d, sample)
+                            for x, d in zip(flat, in_dims, strict=True)
+                        ]
+                    )
+                )
+                for sample in range(info.batch_size)
+            ]
+            if isinstance(calls[0], Tensor):
+                return torch.stack(calls), 0
+            return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+
+    def gradients(ctx: Any, grads: tuple, count: int) -> tuple:
+        if gradient is None:
+            _refuse(name.removesuffix("_backward"), "second derivative")
+        found = gradient(ctx, *grads)
+        return *found, *(None,) * (count - len(found))
+
+    # Not by ``Function.apply``, which is for torch.func, and at some cost.
+    differentiable = super(Function, Differentiable).apply
+
+    def with_autograd(keyset: Any, *flat: Any) -> Any:
+        def below_autograd(*_: Any) -> Any:
+            with _C._AutoDispatchBelowAutograd():
+                return operator.redispatch(keyset & _C._after_autograd_keyset, *flat)
+
+        inputs = with_records(flat)
+        tensors = flatten(*inputs[:leading])
+        _refuse_tangents(name, tensors)
+        if torch.is_grad_enabled() and _C._any_requires_grad(*tensors):
+            return Differentiable.apply(below_autograd, inputs, *tensors)
+        return below_autograd()
+
+    LIBRARY.impl(name, with_autograd, "Autograd", with_keyset=True)
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return operator(*flatten(*inputs))
+        if _C._are_functorch_transforms_active():
+            return Transformable.apply(*flatten(*inputs))
+        tensors = flatten(*inputs[:leading])
+        if _observed(tensors):
+            return operator(*flatten(*inputs))
+        _refuse_tangents(name, tensors)
+        if torch.is_grad_enabled() and _C._any_requires_grad(*tensors):
+            return differentiable(alone, inputs, *tensors)
+        return alone(*inputs)
+
+    return call
+
+
+def _observed(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a mode, a tracer, a profiler or a tensor that is not plain wants to see the registered operator."""
+    if (
+        _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
+        or _C._is_tracing()
+        or torch.autograd._profiler_enabled()
+    ):
+        return True
+    wrapped = _C._functorch.is_functorch_wrapped_tensor  # also what a transform has left behind
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta or wrapped(tensor)):
+            return True
+    return False
+
+
+def _refuse_tangents(name: str, tensors: Sequence[Tensor | None]) -> None:
+    """Raise if a tensor has a tangent, which would be lost."""
+    if forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    ):
+        _refuse(name, "forward-mode derivative")
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"softfree::{name} has no {what}; backend='reference', plain PyTorch, has all derivatives"
+    )
 
 
 def _is_record(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _is_tensors(kind: Any) -> bool:
+    """Whether a parameter is a tensor, one or none, or a record of such."""
+    if _is_record(kind):
+        return all(map(_is_tensors, get_type_hints(kind).values()))
+    return kind in (Tensor, Tensor | None)
 
 
 def _parameters(name: str, kind: Any) -> Iterator[inspect.Parameter]:
@@ -123,31 +256,3 @@ def _build(form: Any, values: Iterator) -> Any:
         return next(values)
     record, forms = form
     return record(*(_build(field, values) for field in forms))
-
-
-def _autograd_implementation(
-    operator: Any, setup_context: Callable[[Any, tuple, Any], None], gradient: Callable[..., tuple]
-) -> Callable[..., Any]:
-    def below_autograd(keyset: Any, *inputs: Any) -> Any:
-        with _C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & _C._after_autograd_keyset, *inputs)
-
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, keyset: Any, *inputs: Any) -> Any:
-            output = below_autograd(keyset, *inputs)
-            setup_context(ctx, inputs, output)
-            return output
-
-        @staticmethod
-        @once_differentiable  # else a second derivative would take what ``gradient`` calls for constants
-        def backward(ctx: Any, *grads: Any) -> Any:
-            found = (None, *gradient(ctx, *grads))
-            return *found, *(None,) * (len(ctx.needs_input_grad) - len(found))
-
-    def implementation(keyset: Any, *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and _C._any_requires_grad(*inputs):
-            return Differentiable.apply(keyset, *inputs)
-        return below_autograd(keyset, *inputs)
-
-    return implementation

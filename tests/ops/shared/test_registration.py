@@ -34,7 +34,7 @@ def inputs(y: bool = True) -> tuple:
 
 @pytest.mark.parametrize("y", [True, False])
 def test_an_operator_passes_pytorchs_own_check(operator, y):
-    torch.library.opcheck(operator, inputs(y))
+    torch.library.opcheck(torch.ops.softfree.scaled_for_a_test.default, inputs(y))
 
 
 def test_gradients_are_those_of_the_formula(operator):
@@ -48,7 +48,7 @@ def test_the_gradient_of_a_call_may_have_a_graph_but_no_gradient_of_its_own():
     plain = torch.autograd.grad(out, tokens, retain_graph=True)
     with_graph = torch.autograd.grad(out, tokens, create_graph=True)
     assert all(map(torch.equal, with_graph, plain))
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match="attention has no second derivative.*reference"):
         with_graph[0].sum().backward()
 
 
