@@ -92,6 +92,7 @@ def _fake_backward(grad, x, hidden, weight1, weight2):
 def _gelu_backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of ``hidden``, GELU of it in the place of ``grad``, and the gradient's sum over the rows."""
     from softfree.ops.mlp.kernels import mlp_backward_kernel
+    from softfree.ops.shared.launching import launch
 
     rows, columns = hidden.shape
     tiles = tiles_of(columns, COLUMNS)
@@ -99,8 +100,9 @@ def _gelu_backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor
     steps = tiles_of(rows, ROWS * stretches)
     grad_hidden = torch.empty_like(hidden)
     parts = torch.empty((stretches, columns), dtype=torch.float32, device=hidden.device)
-    mlp_backward_kernel[(stretches, tiles)](
-        grad, hidden, grad_hidden, parts, rows, columns, steps,
+    launch(
+        mlp_backward_kernel, (stretches, tiles), (grad, hidden, grad_hidden, parts),
+        (rows, columns, steps),
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return grad_hidden, grad, parts.sum(0)

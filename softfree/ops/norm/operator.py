@@ -73,14 +73,16 @@ def _fits(x: Tensor) -> bool:
 
 def landmark_forward(x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps: float) -> Tensor:
     from softfree.ops.norm.kernels import landmark_norm_kernel
+    from softfree.ops.shared.launching import launch
 
     x = x.contiguous()
     out = torch.empty_like(x)
     rows, tiles, options = _tiles(x)
     if tiles > 0:
-        landmark_norm_kernel[(tiles,)](
-            x, weight.contiguous(), bias.contiguous(), out, rows, x.shape[-1], scale, eps, **options
-        )
+        launch(
+            landmark_norm_kernel, (tiles,), (x, weight.contiguous(), bias.contiguous(), out),
+            (rows, x.shape[-1], scale, eps), **options,
+        )  # fmt: skip
     return out
 
 
@@ -93,15 +95,17 @@ def landmark_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of ``x``, and of weight and bias as the rows of one tensor."""
     from softfree.ops.norm.kernels import landmark_norm_backward_kernel
+    from softfree.ops.shared.launching import launch
 
     grad, x = grad.contiguous(), x.contiguous()
     grad_x = torch.empty_like(x)
     rows, tiles, options = _tiles(x)
     steps, parts = _stretches(x, tiles)
     if tiles > 0:
-        landmark_norm_backward_kernel[(parts.shape[0],)](
-            grad, x, weight.contiguous(), bias.contiguous(), grad_x, parts, rows, x.shape[-1],
-            steps, scale, eps, **options,
+        launch(
+            landmark_norm_backward_kernel, (parts.shape[0],),
+            (grad, x, weight.contiguous(), bias.contiguous(), grad_x, parts),
+            (rows, x.shape[-1], steps, scale, eps), **options,
         )  # fmt: skip
     return grad_x, parts.sum(0).to(weight.dtype)
 
@@ -132,15 +136,17 @@ def _add_forward(
 ) -> tuple[Tensor, Tensor]:
     """The result, and the sum that was normed if it is to be kept."""
     from softfree.ops.norm.kernels import add_norm_kernel
+    from softfree.ops.shared.launching import launch
 
     x, branch = x.contiguous(), branch.contiguous()
     out = torch.empty_like(x)
     total = torch.empty_like(x) if keep else x.new_empty(0)
     rows, tiles, options = _tiles(x)
     if tiles > 0:
-        add_norm_kernel[(tiles,)](
-            x, branch, weight.contiguous(), bias.contiguous(), total, out, rows, x.shape[-1],
-            eps, KEEP=keep, **options,
+        launch(
+            add_norm_kernel, (tiles,),
+            (x, branch, weight.contiguous(), bias.contiguous(), total, out),
+            (rows, x.shape[-1], eps), KEEP=keep, **options,
         )  # fmt: skip
     return out, total
 
@@ -153,15 +159,17 @@ def _fake_add(x, branch, weight, bias, eps, keep):
 def _add_backward(grad: Tensor, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The gradient of the sum, and of weight and bias as the rows of one tensor."""
     from softfree.ops.norm.kernels import add_norm_backward_kernel
+    from softfree.ops.shared.launching import launch
 
     grad = grad.contiguous()
     grad_sum = torch.empty_like(total)
     rows, tiles, options = _tiles(total)
     steps, parts = _stretches(total, tiles)
     if tiles > 0:
-        add_norm_backward_kernel[(parts.shape[0],)](
-            grad, total, weight.contiguous(), grad_sum, parts, rows, total.shape[-1], steps,
-            eps, **options,
+        launch(
+            add_norm_backward_kernel, (parts.shape[0],),
+            (grad, total, weight.contiguous(), grad_sum, parts),
+            (rows, total.shape[-1], steps, eps), **options,
         )  # fmt: skip
     return grad_sum, parts.sum(0).to(weight.dtype)
 

@@ -17,6 +17,7 @@ def column_sums(x: Tensor) -> Tensor:
     PyTorch's own sum takes three times as long where columns are few and rows many.
     """
     from softfree.ops.shared.kernels import column_sum_kernel
+    from softfree.ops.shared.launching import launch
 
     x = x.contiguous()
     rows, columns = x.shape
@@ -29,7 +30,8 @@ def column_sums(x: Tensor) -> Tensor:
         (tiles_of(rows, height * steps), columns), dtype=torch.float32, device=x.device
     )
     if parts.numel() > 0:
-        column_sum_kernel[(parts.shape[0], tiles)](
-            x, parts, rows, columns, steps, ROWS=height, COLUMNS=width, num_warps=4
-        )
+        launch(
+            column_sum_kernel, (parts.shape[0], tiles), (x, parts), (rows, columns, steps),
+            ROWS=height, COLUMNS=width, num_warps=4,
+        )  # fmt: skip
     return parts.sum(0)

@@ -133,6 +133,7 @@ def convolve(
 
     ``flip`` turns the filters by 180 degrees.
     """
+    from softfree.ops.shared.launching import launch
     from softfree.ops.value_conv.kernels import value_band_kernel, value_conv_kernel
 
     heads, kernel = weight.shape[0], weight.shape[-1]
@@ -144,17 +145,22 @@ def convolve(
         return
     side = blocks["BLOCK_X"]
     band = torch.empty((heads, kernel, side, side), dtype=v.dtype, device=v.device)
-    value_band_kernel[(heads * kernel,)](
-        weight.contiguous(), band, KERNEL=kernel, FLIP=flip, BLOCK_X=side
-    )
-    value_conv_kernel[(v.shape[0] * heads * tiles_y * tiles_x,)](
-        v, band, added, out, heads, height, width, v.shape[2] // heads,
-        tiles_y, tiles_x, *v.stride()[:2], *added.stride()[:2], *out.stride()[:2], base_scale,
+    launch(
+        value_band_kernel, (heads * kernel,), (weight.contiguous(), band), (),
+        KERNEL=kernel, FLIP=flip, BLOCK_X=side,
+    )  # fmt: skip
+    launch(
+        value_conv_kernel, (v.shape[0] * heads * tiles_y * tiles_x,), (v, band, added, out),
+        (
+            heads, height, width, v.shape[2] // heads, tiles_y, tiles_x,
+            *v.stride()[:2], *added.stride()[:2], *out.stride()[:2], base_scale,
+        ),
         KERNEL=kernel, HAS_BASE=base is not None, **blocks, num_warps=4, **devices.as_for_ampere(),
     )  # fmt: skip
 
 
 def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    from softfree.ops.shared.launching import launch
     from softfree.ops.value_conv.kernels import value_conv_weight_kernel
 
     heads, kernel = weight.shape[0], weight.shape[-1]
@@ -164,9 +170,12 @@ def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width
     parts = torch.empty(
         (heads, stretches, kernel, kernel), dtype=torch.float32, device=weight.device
     )
-    value_conv_weight_kernel[(kernel, stretches, heads)](
-        grad, v, parts, v.shape[0], heads, height, width, v.shape[2] // heads,
-        tiles_y, tiles_x, stretches, grad.stride(0), grad.stride(1), v.stride(0), v.stride(1),
+    launch(
+        value_conv_weight_kernel, (kernel, stretches, heads), (grad, v, parts),
+        (
+            v.shape[0], heads, height, width, v.shape[2] // heads, tiles_y, tiles_x, stretches,
+            grad.stride(0), grad.stride(1), v.stride(0), v.stride(1),
+        ),
         KERNEL=kernel, **blocks, num_warps=4, **devices.as_for_ampere(),
     )  # fmt: skip
     return parts.sum(1, keepdim=True).to(weight.dtype)

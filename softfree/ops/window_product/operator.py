@@ -124,13 +124,15 @@ def empty_result(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
 
 
 def forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    from softfree.ops.shared.launching import launch
     from softfree.ops.window_product.kernels import window_product_kernel
 
     out = empty_result(q, weight, height, width)
     if out.numel() > 0:
         tile = _tile("result", out, weight)
-        window_product_kernel[(_tiles(out, tile),)](
-            q, _matrices(weight, q), out, *_sizes(out, weight, height, width), *q.stride()[:3],
+        launch(
+            window_product_kernel, (_tiles(out, tile),), (q, _matrices(weight, q), out),
+            (*_sizes(out, weight, height, width), *q.stride()[:3]),
             **_options(tile, q, weight),
         )  # fmt: skip
     return out
@@ -169,16 +171,19 @@ def _fake_backward(grad, q, weight, height, width):
 def _token_gradient(
     grad: Tensor, weight: Tensor, height: int, width: int, grad_q: Tensor, kept: float
 ) -> None:
+    from softfree.ops.shared.launching import launch
     from softfree.ops.window_product.kernels import window_product_token_kernel
 
     tile = _tile("tokens", grad, weight)
-    window_product_token_kernel[(_tiles(grad, tile),)](
-        grad, _matrices(weight, grad_q), grad_q, *_sizes(grad, weight, height, width),
-        *grad_q.stride()[:3], kept, ADD=kept != 0, **_options(tile, grad_q, weight),
+    launch(
+        window_product_token_kernel, (_tiles(grad, tile),),
+        (grad, _matrices(weight, grad_q), grad_q),
+        (*_sizes(grad, weight, height, width), *grad_q.stride()[:3], kept), ADD=kept != 0, **_options(tile, grad_q, weight),
     )  # fmt: skip
 
 
 def _weight_gradient(grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
+    from softfree.ops.shared.launching import launch
     from softfree.ops.window_product.kernels import window_product_weight_kernel
 
     d_out, d_in, down, across = weight.shape
@@ -189,8 +194,9 @@ def _weight_gradient(grad: Tensor, q: Tensor, weight: Tensor, height: int, width
     parts = torch.empty(
         (stretches, d_out, down * across, d_in), dtype=torch.float32, device=q.device
     )
-    window_product_weight_kernel[(groups, stretches)](
-        q, grad, parts, *_sizes(grad, weight, height, width), stretches, *q.stride()[:3],
+    launch(
+        window_product_weight_kernel, (groups, stretches), (q, grad, parts),
+        (*_sizes(grad, weight, height, width), stretches, *q.stride()[:3]),
         **_options(tile, q, weight),
     )  # fmt: skip
     return parts.sum(0).to(weight.dtype).mT.contiguous().view(weight.shape)

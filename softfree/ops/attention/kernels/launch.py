@@ -36,6 +36,7 @@ from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSe
 from softfree.ops.attention.solve import cholesky_factor
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
+from softfree.ops.shared.launching import launch
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
 
 # Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
@@ -239,11 +240,14 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
     if x.numel() == 0:
         return x, inverse, u
     if call.newton and _one_launch(call):
-        short_forward_kernel[(shape.rows,)](
-            q, keys, v, landmarks, call.key_mask, call.landmark_mask, x, inverse,
-            shape.heads, *call.lengths, shape.m, shape.d, shape.d_v,
-            *_strides(q, keys, v, x), call.scale, call.log2_scale,
-            settings.inverse.iterations, settings.inverse.ridge,
+        launch(
+            short_forward_kernel, (shape.rows,),
+            (q, keys, v, landmarks, call.key_mask, call.landmark_mask, x, inverse),
+            (
+                shape.heads, *call.lengths, shape.m, shape.d, shape.d_v,
+                *_strides(q, keys, v, x), call.scale, call.log2_scale,
+                settings.inverse.iterations, settings.inverse.ridge,
+            ),
             **call.short("short_forward"), **call.steps(),
         )  # fmt: skip
         return x, inverse, u
@@ -289,9 +293,9 @@ def backward(
     scales = (call.scale, call.log2_scale)
     strides = _strides(grad, q, keys, v, *outputs)
     if call.newton and _one_launch(call):
-        short_backward_kernel[(shape.rows,)](
-            *tensors, inverse, *outputs, grad_landmarks, *sizes, *strides, *scales,
-            CROSS=call.cross, **call.short("short_backward"),
+        launch(
+            short_backward_kernel, (shape.rows,), (*tensors, inverse, *outputs, grad_landmarks),
+            (*sizes, *strides, *scales), CROSS=call.cross, **call.short("short_backward"),
         )  # fmt: skip
         return grad_q, grad_k, grad_v, grad_landmarks
     if u.numel() > 0:
@@ -311,10 +315,14 @@ def backward(
     if shape.fused:
         w, du = (_float32(q, shape.rows, shape.m, shape.d_v) for _ in range(2))
         parts = u_parts.shape[1], dw_parts.shape[1]
-        mixing_backward_kernel[(shape.rows,)](
-            landmarks, call.landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done,
-            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles,
-            call.scale, settings.inverse.ridge, ORDER=0 if call.newton else settings.inverse.order,
+        launch(
+            mixing_backward_kernel, (shape.rows,),
+            (landmarks, call.landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done),
+            (
+                shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles,
+                call.scale, settings.inverse.ridge,
+            ),
+            ORDER=0 if call.newton else settings.inverse.order,
             PARTS=_parts_at_once(max(parts), shape.block_m, shape.block_c),
             NORMALIZE=settings.normalize, FLOAT32=call.flags["FLOAT32"], **call.blocks,
             num_warps=_tile("mixing_backward", shape).warps, **as_for_ampere(),
@@ -336,16 +344,20 @@ def backward(
         if call.cross:
             roles.append((keys, grad_k, n_k, False, True))
         for tokens, out, length, as_queries, as_keys in roles:
-            spread_tiled_backward_kernel[(shape.rows * tiles_of(length, tile.tokens),)](
-                tokens, grad, v, landmarks, call.key_mask, call.landmark_mask, w, du, out, grad_v,
-                shape.heads, length, shape.m, shape.d, shape.d_v,
-                *_strides(tokens, grad, v, out, grad_v), *scales,
+            launch(
+                spread_tiled_backward_kernel, (shape.rows * tiles_of(length, tile.tokens),),
+                (tokens, grad, v, landmarks, call.key_mask, call.landmark_mask, w, du, out, grad_v),
+                (
+                    shape.heads, length, shape.m, shape.d, shape.d_v,
+                    *_strides(tokens, grad, v, out, grad_v), *scales,
+                ),
                 QUERIES=as_queries, KEYS=as_keys, HAS_KEY_MASK=call.has_key_mask and as_keys,
                 **options,
             )  # fmt: skip
-    spread_backward_kernel[(shape.rows * dl_parts, shape.tiles)](
-        *tensors, w, du, *outputs, dl, done, grad_landmarks,
-        *sizes, dl_parts, stretches, stretch, key_stretch, *strides, *scales,
+    launch(
+        spread_backward_kernel, (shape.rows * dl_parts, shape.tiles),
+        (*tensors, w, du, *outputs, dl, done, grad_landmarks),
+        (*sizes, dl_parts, stretches, stretch, key_stretch, *strides, *scales),
         PARTS=_parts_at_once(1 + dl_parts, shape.tile_m, shape.block_d), CROSS=call.cross,
         WRITE=shape.tiles == 1, HAS_KEY_MASK=call.has_key_mask, **options,
     )  # fmt: skip
@@ -359,10 +371,13 @@ def _mix(call: _Call, parts: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
     scratch, panel = w, 0
     if shape.block_m > MAX_LANDMARKS_IN_REGISTERS:
         scratch, panel = _float32(parts, shape.rows, 3, shape.block_m, shape.block_m), 32
-    mixing_kernel[(shape.rows,)](
-        call.landmarks, call.landmark_mask, parts, inverse, u, w, scratch,
-        shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], call.scale,
-        settings.inverse.iterations, settings.inverse.ridge,
+    launch(
+        mixing_kernel, (shape.rows,),
+        (call.landmarks, call.landmark_mask, parts, inverse, u, w, scratch),
+        (
+            shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], call.scale,
+            settings.inverse.iterations, settings.inverse.ridge,
+        ),
         PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
         FLOAT32=call.flags["FLOAT32"], KEEP=u.numel() > 0, NORMALIZE=settings.normalize,
         **call.blocks, **call.steps(), num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
@@ -374,16 +389,17 @@ def _solve(call: _Call, parts: Tensor, factor: Tensor, u: Tensor) -> Tensor:
     """Write the inverse Cholesky factor and U, unless that is empty; return W = Y' U."""
     shape, inverse = call.shape, call.settings.inverse
     tile, warps = FACTOR_TILE[shape.block_m > 64]
-    factor_kernel[(shape.rows,)](
-        call.landmarks, call.landmark_mask, factor,
-        shape.heads, shape.m, shape.d, call.scale, inverse.ridge,
+    launch(
+        factor_kernel, (shape.rows,), (call.landmarks, call.landmark_mask, factor),
+        (shape.heads, shape.m, shape.d, call.scale, inverse.ridge),
         COUNT=tiles_of(shape.m, tile), TILE=tile, BLOCK_D=shape.block_d,
         HAS_LANDMARK_MASK=call.has_landmark_mask, NORMALIZE=call.settings.normalize,
         FLOAT32=call.flags["FLOAT32"], num_warps=warps,
     )  # fmt: skip
     w = _float32(parts, shape.rows, shape.m, shape.d_v)
-    solve_kernel[(shape.rows,)](
-        parts, factor, u, w, shape.m, shape.d_v, parts.shape[1], inverse.ridge,
+    launch(
+        solve_kernel, (shape.rows,), (parts, factor, u, w),
+        (shape.m, shape.d_v, parts.shape[1], inverse.ridge),
         BLOCK_M=shape.block_m, BLOCK_C=shape.block_c,
         PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
         NORMALIZE=call.settings.normalize, ORDER=inverse.order, KEEP=u.numel() > 0,
@@ -397,8 +413,9 @@ def _landmark_matrix(call: _Call) -> Tensor:
     batch, heads, m, d = call.landmarks.shape
     a = _float32(call.landmarks, batch, heads, m, m)
     tiles = tiles_of(m, 64)
-    landmark_matrix_kernel[(batch * heads * tiles * tiles,)](
-        call.landmarks, call.landmark_mask, a, heads, m, d, call.scale, tiles,
+    launch(
+        landmark_matrix_kernel, (batch * heads * tiles * tiles,),
+        (call.landmarks, call.landmark_mask, a), (heads, m, d, call.scale, tiles),
         BLOCK=64, HAS_LANDMARK_MASK=call.has_landmark_mask,
     )  # fmt: skip
     return a
@@ -426,8 +443,8 @@ def _newton_inverse(a: Tensor, settings: InverseSettings) -> Tensor:
     by, spare = torch.empty_like(y), torch.empty_like(y)
     grid = (a.shape[0] * a.shape[1] * tiles * tiles,)
     for _ in range(iterations):
-        kernel[grid](b, y, y, by, *sizes, UPDATE=False, **options)
-        kernel[grid](y, by, y, spare, *sizes, UPDATE=True, **options)
+        launch(kernel, grid, (b, y, y, by), sizes, UPDATE=False, **options)
+        launch(kernel, grid, (y, by, y, spare), sizes, UPDATE=True, **options)
         y, spare = spare, y
     if split:
         high, low = y[..., :m, :m].float().unbind(2)
@@ -453,14 +470,12 @@ def _spread(call: _Call, w: Tensor, x: Tensor) -> None:
     sizes = (shape.heads, n, shape.m, shape.d, shape.d_v)
     strides, options = _strides(q, x), call.token_pass(tile)
     if shape.tiles > 1:
-        spread_tiled_kernel[(shape.rows * tiles_of(n, tile.tokens),)](
-            *tensors, *sizes, *strides, call.log2_scale, **options
-        )
+        grid = (shape.rows * tiles_of(n, tile.tokens),)
+        launch(spread_tiled_kernel, grid, tensors, (*sizes, *strides, call.log2_scale), **options)
     else:
         count, stretch = _deal(n, tile, shape.rows, q)
-        spread_kernel[(shape.rows * count,)](
-            *tensors, *sizes, count, stretch, *strides, call.log2_scale, **options
-        )
+        values = (*sizes, count, stretch, *strides, call.log2_scale)
+        launch(spread_kernel, (shape.rows * count,), tensors, values, **options)
 
 
 def _collect(
@@ -475,10 +490,16 @@ def _collect(
     count, stretch = _deal(n, tile, shape.rows, tokens)
     given = [t for t in (grad, v) if t is not None]
     parts = _float32(tokens, len(given), shape.rows, count, shape.m, shape.d_v)
-    collect_kernel[(shape.rows * count, shape.tiles)](
-        tokens, given[0], given[-1], call.landmarks, call.key_mask, call.landmark_mask,
-        parts[0], parts[-1], shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
-        *_strides(tokens, given[0], given[-1]), call.log2_scale,
+    launch(
+        collect_kernel, (shape.rows * count, shape.tiles),
+        (
+            tokens, given[0], given[-1], call.landmarks, call.key_mask, call.landmark_mask,
+            parts[0], parts[-1],
+        ),
+        (
+            shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
+            *_strides(tokens, given[0], given[-1]), call.log2_scale,
+        ),
         QUERIES=grad is not None, KEYS=v is not None,
         HAS_KEY_MASK=call.has_key_mask and v is not None, **call.token_pass(tile),
     )  # fmt: skip
