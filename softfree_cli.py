@@ -23,7 +23,7 @@ COMMANDS = {
     "compare": "Compare attentions on a task of the Long Range Arena, or on twins: accuracy, size, speed, memory.",
     "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
     "explore": "Serve a page that shows where each patch of a photo attends to.",
-    "export": "Write a model as ONNX or as a torch.export program, checked against PyTorch.",
+    "export": "Write a model as ONNX, as a torch.export program or in timm's layout, checked against PyTorch.",
     "figure": "Draw the papers' figures for a model and a photo of yours.",
     "inspect": "Examine the attention layers of a model: condition, convergence, errors.",
     "models": "List the backbones: parameters, multiply-adds, and the papers' figures beside them.",

@@ -1,9 +1,12 @@
-"""Write a model as ONNX or as a torch.export program, checked against PyTorch.
+"""Write a model as ONNX, as a torch.export program or in timm's layout, checked against PyTorch.
 
-The file needs no softfree. One file serves any batch, and any height and width of at least 33 pixels.
+A file of ONNX or torch.export needs no softfree. It serves any batch, and any height and width of at least 33
+pixels. With --format timm a folder is written that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads
+after `import softfree`, and that timm's and Hugging Face's tools push to the Hub.
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,14 +24,15 @@ from softfree.models.export import (
     export_onnx,
     export_pt2,
 )
+from softfree.models.hub import save_for_timm
 
 
 def export(
-    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")],
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH")],
     /,
     checkpoint: Path | None = None,
     model: str | None = None,
-    format: Literal["onnx", "pt2"] = "onnx",
+    format: Literal["onnx", "pt2", "timm"] = "onnx",
     features: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     img_size: int | None = None,
 ) -> int:
@@ -37,18 +41,25 @@ def export(
     Of a detector, its backbone and feature pyramid are exported: images to maps.
 
     Args:
-        output: the file to write.
+        output: the file to write; a folder with --format timm.
         checkpoint: folder that `softfree train` wrote, such as OUT/best.
         model: name of a fresh model with random weights, see `softfree models`.
-        format: ONNX, or a torch.export program.
+        format: ONNX, a torch.export program, or a folder as timm and the Hugging Face Hub have it.
         features: maps at 1/4 to 1/32 of the image (every part of a model without a pyramid), not classes;
             for --model.
         img_size: side of the images to check with; otherwise that of the training.
     """
     check_img_size(img_size)
-    check_output("FILE", output)
-    if output.suffix != f".{format}":
-        raise ValueError(f"FILE must end in .{format} with --format {format}, got {output}")
+    if format == "timm":
+        if output.is_file():
+            raise ValueError(f"PATH must name a folder with --format timm, {output} is a file")
+        check_output("PATH", output / "model.safetensors")
+        if features or img_size is not None:
+            raise ValueError("--features and --img-size are for --format onnx and pt2")
+    else:
+        check_output("PATH", output)
+        if output.suffix != f".{format}":
+            raise ValueError(f"PATH must end in .{format} with --format {format}, got {output}")
     if checkpoint is None and model is None:
         raise ValueError("export what? Give --checkpoint OUT/best, or --model for a fresh model")
     if features and checkpoint is not None:
@@ -58,6 +69,8 @@ def export(
         report("loading the model")
         kwargs: dict[str, Any] = {"features_only": True} if features else {}
         subject = load_subject(checkpoint, model, **kwargs)
+        if format == "timm":
+            return export_timm(subject, output)
         side = img_size or subject.metadata["img_size"]
         names, metadata = exported_part(subject, features)
         report(f"exporting {subject.title} and checking it: minutes for the larger ones")
@@ -87,6 +100,35 @@ def export(
 
 
 main = command(export, __doc__)
+
+
+def export_timm(subject: Subject, folder: Path) -> int:
+    """Write the folder, check what timm makes of it, and say how to go on."""
+    metadata = subject.metadata
+    if metadata["task"] != "classification":
+        raise ValueError(
+            f"--checkpoint is of the task {metadata['task']!r}; --format timm is for classifiers"
+        )
+    error = save_for_timm(subject.model, folder, metadata, scores_of(metadata))
+    if error > TOLERANCE:
+        print(f"softfree: timm's model from {folder} is off by {error:.1e}", file=sys.stderr)
+        return 1
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+    print(
+        f"{folder}: {size:.1f} MiB: model.safetensors, config.json, README.md\n"
+        f"differs from PyTorch by at most {error:.1e} as timm loads it\n"
+        f'use:  import softfree, timm\n      timm.create_model("local-dir:{folder}", pretrained=True)\n'
+        f"push: hf upload USER/NAME {folder}"
+    )
+    return 0
+
+
+def scores_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run that wrote a checkpoint says of it."""
+    run = metadata.get("run", {})
+    if run.get("best") is None:
+        return {}
+    return {"best top-1 in training (%)": f"{run['best']:.4g}", "at step": f"{run['best_step']:,}"}
 
 
 def exported_part(subject: Subject, features: bool) -> tuple[list[str], dict[str, Any]]:

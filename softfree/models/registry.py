@@ -1,6 +1,7 @@
 """How the families reach timm: one entry in its registry per name."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -9,10 +10,20 @@ from torch import nn
 
 from softfree.models.checkpoints import filter_checkpoint
 
+AUTHORS = "https://github.com/fudan-zvg/SOFT"
+
 
 def is_ours(name: str) -> bool:
     """Whether a model of timm's registry is one of softfree's."""
     return model_entrypoint(name).__module__.startswith("softfree.")
+
+
+def has_weights(arguments: Mapping[str, Any]) -> bool:
+    """Whether keywords of timm's name weights, ours have none of their own."""
+    config = arguments.get("pretrained_cfg")
+    config = {} if config is None else config if isinstance(config, dict) else vars(config)
+    known = {**config, **(arguments.get("pretrained_cfg_overlay") or {})}
+    return any(known.get(key) for key in ("url", "file", "hf_hub_id", "state_dict"))
 
 
 def default_cfg(first_conv: str) -> dict[str, Any]:
@@ -54,6 +65,12 @@ def register(
             )
         place = {key: kwargs.pop(key) for key in ("device", "dtype") if key in kwargs}
         out_indices = kwargs.pop("out_indices", default_out_indices)
+        if pretrained and not has_weights(kwargs):
+            raise RuntimeError(
+                f"no weights come with {name}. The authors' files are listed at {AUTHORS}; "
+                'softfree.load_release_checkpoint(timm.create_model("soft_tiny_release"), FILE) loads one. '
+                'Folders that `softfree export` writes for timm load as "local-dir:FOLDER".'
+            )
         return build_model_with_cfg(
             model_class,
             name,

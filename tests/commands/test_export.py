@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import timm
 import torch
 from PIL import Image
 
@@ -59,10 +60,30 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     target = str(tmp_path / "model.onnx")
     for arguments, message in (
         ([target], "export what? Give --checkpoint OUT/best, or --model"),
-        ([str(tmp_path / "model.pt2"), "--model", "soft_tiny"], "FILE must end in .onnx"),
+        ([str(tmp_path / "model.pt2"), "--model", "soft_tiny"], "PATH must end in .onnx"),
         ([target, "--model", "no_such"], "timm knows no model 'no_such'"),
         ([target, "--checkpoint", "x", "--features"], "--features is for --model"),
         ([target, "--model", "soft_tiny", "--img-size", "8"], "--img-size must be at least 32"),
     ):
         assert softfree_cli.main(["export", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_becomes_a_folder_of_timm_s_with_its_score_in_the_card(tmp_path, capsys):
+    folder = classifier_checkpoint(tmp_path / "run" / "best", iterations=1)
+    file = folder / "metadata.json"
+    metadata = {**json.loads(file.read_text()), "run": {"best": 91.25, "best_step": 1200}}
+    file.write_text(json.dumps(metadata))
+    target = tmp_path / "digits"
+    arguments = ["export", "--checkpoint", str(folder), "--format", "timm", str(target)]
+    assert softfree_cli.main(arguments) == 0
+    assert 'timm.create_model("local-dir:' in capsys.readouterr().out
+    loaded = timm.create_model(f"local-dir:{target}", pretrained=True).eval()
+    model, _ = load_for_inference(folder)
+    image = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(loaded(image), model(image))
+    assert "| best top-1 in training (%) | 91.25 |" in (target / "README.md").read_text()
+    (tmp_path / "taken").touch()
+    arguments[-1] = str(tmp_path / "taken")
+    assert softfree_cli.main(arguments) == 2
+    assert "must name a folder" in capsys.readouterr().err

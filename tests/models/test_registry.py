@@ -104,9 +104,9 @@ def test_timms_configuration_fits_the_model(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_asking_for_pretrained_weights_says_that_there_are_none(name):
+def test_asking_for_pretrained_weights_says_where_the_authors_are_and_how_to_load_them(name):
     assert name not in timm.list_pretrained()
-    with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
+    with pytest.raises(RuntimeError, match=f"{name}.*github.com.*load_release_checkpoint"):
         small(name, pretrained=True)
 
 
