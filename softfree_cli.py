@@ -34,13 +34,21 @@ COMMANDS = {
 }
 # Flags of earlier versions, by command or by command and subcommand, and what to write instead.
 RENAMED = {
-    "benchmark attention": {"--dim": "--head-dim"},
-    "benchmark memory": {"--heads": "--num-heads"},
-    "compare": {"--attention-options": "--model-kwargs"},
+    "benchmark attention": {"--dim": "--head-dim", "--plot": "--draw"},
+    "benchmark detector": {"--plot": "--draw"},
+    "benchmark memory": {"--heads": "--num-heads", "--plot": "--draw"},
+    "benchmark model": {"--plot": "--draw"},
+    "benchmark throughput": {"--plot": "--draw"},
+    "compare": {"--attention-options": "--model-kwargs", "--plot": "--draw"},
     "demo": {"--image": "the photo itself: softfree demo PHOTO"},
-    "figure convergence": {"--steps": "--iterations"},
-    "figure resolution": {"--checkpoints": "--checkpoint, once for each", "--sizes": "--img-size"},
-    "figure spectrum": {"--sizes": "--img-size"},
+    "figure convergence": {"--steps": "--iterations", "--output": "--draw"},
+    "figure heatmap": {"--output": "--draw"},
+    "figure resolution": {
+        "--checkpoints": "--checkpoint, once for each",
+        "--sizes": "--img-size",
+        "--output": "--draw",
+    },
+    "figure spectrum": {"--sizes": "--img-size", "--output": "--draw"},
     "predict": {"--out": "--draw"},
     "train longrange": {"--attention-options": "--model-kwargs"},
     "validate classification": {"--results-file": "--csv"},

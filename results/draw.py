@@ -3,7 +3,7 @@
     python results/draw.py
 
 Writes, each with 2026-11-15_nvidia-h200_ before its name: accuracy.png, top-1 against training speed and against the
-size of the test pictures; attention_bfloat16.png, what `softfree benchmark attention --plot` draws, from its figures.
+size of the test pictures; attention_bfloat16.png, what `softfree benchmark attention --draw` draws, from its figures.
 With 2026-11-16_nvidia-h200_ before it: training.png, top-1 against epochs; precision.png, loss and gradient norm
 against steps in three precisions; longrange.png, accuracy against steps of Long Range Arena.
 """

@@ -109,7 +109,7 @@ table2() {
   local name
   pyramids
   for name in "${PYRAMIDS[@]}"; do score scores.csv "$name"; done
-  measure table2_throughput throughput --channels-last "${GRAPH[@]}" --plot "$OUT/table2_throughput.png"
+  measure table2_throughput throughput --channels-last "${GRAPH[@]}" --draw "$OUT/table2_throughput.png"
   gather table2 tiny_imagenet scores.csv "${PYRAMIDS[@]}"
   gather table2_curves tiny_imagenet eval.csv "${PYRAMIDS[@]}"
 }
@@ -170,7 +170,7 @@ lra() {
       run=$OUT/lra/$task/$seed
       # shellcheck disable=SC2086
       once "$run" compare --task $task --attentions soft softpp softmax nystromformer performer linformer reformer \
-        --data-dir "$data" --seed "$seed" --device "$DEVICE" --csv "$run/scores.csv" --plot "$run/scores.png" $EXTRA
+        --data-dir "$data" --seed "$seed" --device "$DEVICE" --csv "$run/scores.csv" --draw "$run/scores.png" $EXTRA
     done
   done
   gather lra lra scores.csv listops image text
@@ -223,12 +223,12 @@ speed() {
   fi
   measure speed_attention attention
   measure speed_tokens attention --tokens 784 3136 16384 65536 262144 1048576 --heads-times-batch 4 \
-    --plot "$OUT/speed_tokens.png"
+    --draw "$OUT/speed_tokens.png"
   measure speed_tiny model pvt_v2_b1 soft_tiny_release "${model[@]}"
   measure speed_small model swin_tiny_patch4_window7_224 softpp_small "${model[@]}" "${GRAPH[@]}"
   measure speed_large throughput --attentions softmax softpp "${large[@]}" --channels-last "${GRAPH[@]}" \
     --model-kwargs landmarks=conv:49
-  measure speed_memory memory --plot "$OUT/speed_memory.png"
+  measure speed_memory memory --draw "$OUT/speed_memory.png"
   measure speed_detector detector softpp_small swin_tiny_patch4_window7_224 resnet50 --landmarks conv:49 conv \
     --model-kwargs drop_path_rate=0 --channels-last "${GRAPH[@]}" "${photos[@]}"
 }

@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,9 +23,14 @@ from softfree.analysis.plots import save_figure
 from softfree.analysis.subject import Subject, load_subject
 from softfree.commands.parser import HELP, parse, print_subcommands
 from softfree.models.checks import SMALLEST_IMAGE, check_at_least
+from softfree.training.checkpoint import read_metadata
 from softfree.training.devices import choose_device
+from softfree.training.settings import RunSettings
 
 NOTHING = "-"
+# Where runs go if nothing is said, and tasks whose models look at pictures.
+RUNS = RunSettings().output
+PICTURE_TASKS = ("classification", "detection", "segmentation")
 # By title, the text of a row's cell.
 Columns = Mapping[str, Callable[[Any], str]]
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
@@ -163,14 +169,14 @@ class Report:
     """'cuda', 'cpu', or 'auto' for the GPU if there is one"""
     csv: Path | None = None
     """write the figures to this file, with date, device and versions in every row"""
-    plot: Path | None = None
+    draw: Path | None = None
     """draw the figures into this file (.png, .pdf or .svg)"""
 
     def check(self) -> torch.device:
         """Refuse files that can't be written, before the measuring; the device."""
         where = choose_device(self.device)
         check_output("--csv", self.csv)
-        check_figure("--plot", self.plot)
+        check_figure("--draw", self.draw)
         return where
 
     def publish(
@@ -200,12 +206,28 @@ class Report:
         console.print(legend, style="dim")
         fields = [vars(row) for row in rows] if records is None else records
         save_rows(self.csv, fields, {**extra, **measured_in})
-        if self.plot is not None:
+        if self.draw is not None:
             words = f"{title}\n{measured_in['device']}, {measured_in['date']}"
-            save_figure(draw(words), self.plot, "plot")
+            save_figure(draw(words), self.draw, "plot")
 
 
 REPORT = Report()
+
+
+def newest_run(tasks: Container[str] = PICTURE_TASKS) -> Path | None:
+    """The best checkpoint of the newest run under output/, of one of these tasks; said in a line. None without runs."""
+    found = []
+    for depth in ("best", "*/best", "*/*/best"):
+        for folder in RUNS.glob(depth):
+            # A run may be writing there, or what is there be no checkpoint.
+            with contextlib.suppress(OSError, ValueError):
+                if read_metadata(folder).get("task") in tasks:
+                    found.append((folder.stat().st_mtime, folder))
+    if not found:
+        return None
+    newest = max(found)[1]
+    print(f"--checkpoint {newest}, the newest run under {RUNS}/", file=sys.stderr)
+    return newest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,14 +235,19 @@ class OneSubject:
     """The model that a command looks at, and where it runs."""
 
     checkpoint: Path | None = None
-    """folder that `softfree train` wrote, such as OUT/best"""
+    """folder that `softfree train` wrote, such as OUT/best; without it and --model the newest run under output/,
+    or a fresh model"""
     model: str | None = None
     """name of a fresh model with random weights, see `softfree models`"""
     device: str = "auto"
     """'cuda', 'cpu', or 'auto' for the GPU if there is one"""
 
     def load(self) -> Subject:
-        return load_subject(self.checkpoint, self.model, choose_device(self.device))
+        device = choose_device(self.device)
+        checkpoint = self.checkpoint
+        if checkpoint is None and self.model is None:
+            checkpoint = newest_run()
+        return load_subject(checkpoint, self.model, device)
 
 
 SUBJECT = OneSubject()

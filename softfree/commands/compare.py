@@ -69,7 +69,7 @@ class CompareSettings(LongRangeSettings):
     """time for each measured figure"""
     csv: Path | None = None
     """write the figures to this file, with date, device and versions in every row"""
-    plot: Path | None = None
+    draw: Path | None = None
     """draw accuracy, speed and memory into this file (.png, .pdf or .svg)"""
 
 
@@ -134,7 +134,7 @@ def check(settings: CompareSettings) -> None:
     check_choices("--attentions", settings.attentions, ATTENTIONS)
     check_choices("--task", [settings.data.task], TASKS)
     check_positive("--seconds", settings.seconds)
-    Report(settings.run.device, settings.csv, settings.plot).check()
+    Report(settings.run.device, settings.csv, settings.draw).check()
     known = sorted(set().union(*map(option_names, settings.attentions)))
     for word in settings.model.attention_options:
         if "=" in word:
@@ -268,7 +268,7 @@ def write(rows: Sequence[SimpleNamespace], settings: CompareSettings) -> None:
         "training, samples per second": {"here": [row.train_samples_per_s for row in rows]},
         "training, MiB": {"here": [row.train_peak_mib for row in rows]},
     }
-    report = Report(settings.run.device, settings.csv, settings.plot)
+    report = Report(settings.run.device, settings.csv, settings.draw)
     report.publish(
         f"{task.name}: {task.length:,} tokens, batch {optim.batch_size}, {optim.steps:,} steps",
         rows,

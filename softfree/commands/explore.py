@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import tyro
 from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 
-from softfree.analysis.pictures import landscape
+from softfree.analysis.pictures import landscape, load_photo
 from softfree.analysis.subject import Subject, load_subjects
-from softfree.commands.common import Repeated, command
+from softfree.commands.common import Repeated, command, newest_run
 from softfree.data.shapes import draw_shapes
 from softfree.training.devices import choose_device
 
@@ -23,6 +24,10 @@ SHAPES = (1, 4)
 
 
 def explore(
+    photos: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[PHOTO ...]")
+    ] = (),
+    /,
     checkpoint: Annotated[tuple[Path, ...], Repeated] = (),
     model: Annotated[tuple[str, ...], Repeated] = (),
     host: str = LOOPBACK,
@@ -32,7 +37,9 @@ def explore(
     """Serve the page until Ctrl-C. Photos stay in memory; nothing is written or sent elsewhere.
 
     Args:
-        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated.
+        photos: photos of yours to begin with, beside those that are drawn.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated. Without it and --model the
+            newest run under output/.
         model: name of a fresh model with random weights, see `softfree models`; may be repeated.
         host: address to listen on. Others than 127.0.0.1 let other machines in, without a password.
         port: port to listen on; 0 for any free one.
@@ -47,13 +54,16 @@ def explore(
             f"the explorer needs {error.name}: pip install 'softfree[explorer]'"
         ) from error
     where = choose_device(device)
+    own = {path.name: load_photo(path) for path in photos}
+    if not checkpoint and not model and (newest := newest_run()):
+        checkpoint = (newest,)
     listening = listen(host, port)
     # A moved query costs a few small products, which threads make slower, above all on busy cores.
     torch.set_num_threads(1)
     subjects = load_subjects(checkpoint, model, device=where)
     check_images(subjects, checkpoint)
     server = uvicorn.Server(
-        uvicorn.Config(create_app(subjects, samples(subjects), host), log_level="warning")
+        uvicorn.Config(create_app(subjects, own | samples(subjects), host), log_level="warning")
     )
     console = Console(highlight=False, soft_wrap=True)
     address = f"[{host}]" if ":" in host else host

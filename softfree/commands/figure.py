@@ -32,6 +32,7 @@ from softfree.commands.common import (
     check_img_size,
     check_positive,
     make_table,
+    newest_run,
     run_subcommand,
 )
 from softfree.layers import SoftAttention
@@ -61,7 +62,7 @@ def heatmap(
     stage: int | None = None,
     heads: int = 4,
     img_size: int | None = None,
-    output: Path = Path("heatmap.png"),
+    draw: Path = Path("heatmap.png"),
     device: str = "auto",
 ) -> int:
     """Draw where a patch of a photo attends to (Fig. 4 and 7).
@@ -72,17 +73,18 @@ def heatmap(
 
     Args:
         photo: a photo of yours; otherwise one is drawn.
-        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare. Without it,
+            --model and --attention the newest run under output/.
         model: name of a fresh model with random weights, see `softfree models`; may be repeated.
         attention: attention of a fresh model, such as softpp or softmax; may be repeated to compare.
         query: the patch, as a point in pixels of the photo; its centre if not given.
         stage: only this stage, from 1; side by side 1 if not given.
         heads: how many heads to draw.
         img_size: side of the square the model sees; otherwise that of its training.
-        output: the file to write: .png, .svg or .pdf.
+        draw: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
-    check_figure("--output", output)
+    check_figure("--draw", draw)
     check_img_size(img_size)
     check_positive("--heads", heads)
     where = choose_device(device)
@@ -92,6 +94,8 @@ def heatmap(
     point = None if query is None else parse_query(query)
     picture = load_photo(photo)
     point = point or (picture.width / 2, picture.height / 2)
+    if not checkpoint and not model and not attention and (newest := newest_run()):
+        checkpoint = (newest,)
     subjects = load_subjects(checkpoint, model, attention, where)
     compare = len(subjects) > 1 or stage is not None
     groups: list[Group] = []
@@ -109,7 +113,7 @@ def heatmap(
             panels = heat_panels(layer, place, heads)
             groups.append(Group(layer_title(layer, title), panels, square, place))
     heading = "Where the marked patch attends to" + ("" if compare else f": {subjects[0].title}")
-    save_figure(draw_heat_maps(groups, heading, across=compare), output)
+    save_figure(draw_heat_maps(groups, heading, across=compare), draw)
     return 0
 
 
@@ -127,7 +131,7 @@ def convergence(
     images: int = 100,
     iterations: int = 35,
     img_size: int | None = None,
-    output: Path = Path("convergence.png"),
+    draw: Path = Path("convergence.png"),
     target: OneSubject = SUBJECT,
 ) -> int:
     """Draw how fast the Newton iteration converges, per stage: mean, and band from least to greatest (Fig. 5).
@@ -137,9 +141,9 @@ def convergence(
         images: at most so many photos, taken evenly from the folder.
         iterations: Newton steps to follow.
         img_size: side of the square the model sees; otherwise that of its training.
-        output: the file to write: .png, .svg or .pdf.
+        draw: the file to write: .png, .svg or .pdf.
     """
-    check_figure("--output", output)
+    check_figure("--draw", draw)
     check_img_size(img_size)
     for option, value in (("--images", images), ("--iterations", iterations)):
         check_positive(option, value)
@@ -153,7 +157,7 @@ def convergence(
     layers = [m for m in subject.model.modules() if isinstance(m, SoftAttention)]
     taken = {layer.iterations for layer in layers if layer.inverse == "newton"}
     what = f"{count} {'parts of a drawn picture' if paths is None else 'photos'}"
-    save_figure(draw_convergence(curves, taken, f"{subject.title}, {what}"), output)
+    save_figure(draw_convergence(curves, taken, f"{subject.title}, {what}"), draw)
     return 0
 
 
@@ -186,7 +190,7 @@ def spectrum(
     photo: Photo = None,
     /,
     img_size: tuple[int, ...] = (),
-    output: Path = Path("spectrum.png"),
+    draw: Path = Path("spectrum.png"),
     target: OneSubject = SUBJECT,
 ) -> int:
     """Draw the eigenvalues of A, and the spectral norm with and without normalisation against m (Fig. 6).
@@ -196,9 +200,9 @@ def spectrum(
         img_size: two or more sides of the squares behind the spectral norms, for larger ones have more
             landmarks; the first is also behind the eigenvalues. Otherwise 224 320 416 512 640, and the
             training's for the eigenvalues.
-        output: the file to write: .png, .svg or .pdf.
+        draw: the file to write: .png, .svg or .pdf.
     """
-    check_figure("--output", output)
+    check_figure("--draw", draw)
     check_img_size(*img_size)
     if len(img_size) == 1:
         raise ValueError(f"--img-size must be two or more, got {img_size[0]}")
@@ -218,7 +222,7 @@ def spectrum(
         norms.setdefault(layers[0].m, []).extend(
             spectral_norms(layer.landmarks, layer.scale) for layer in layers
         )
-    save_figure(draw_spectrum(captured.soft_layers, norms, subject.title), output)
+    save_figure(draw_spectrum(captured.soft_layers, norms, subject.title), draw)
     return 0
 
 
@@ -229,7 +233,7 @@ def resolution(
     img_size: tuple[int, ...] = (224, 288, 384, 448, 512),
     batch_size: int = 64,
     workers: int = WORKERS,
-    output: Path = Path("resolution.png"),
+    draw: Path = Path("resolution.png"),
     device: str = "auto",
 ) -> int:
     """Draw the accuracy of classifiers against the size of the images (Table 6).
@@ -241,7 +245,7 @@ def resolution(
         img_size: sides of the images.
         batch_size: images at a time.
         workers: processes that load images.
-        output: the file to write: .png, .svg or .pdf.
+        draw: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
     from softfree.commands.validate.base import check_classes
@@ -252,7 +256,7 @@ def resolution(
     )
     from softfree.training.distributed import join_processes
 
-    check_figure("--output", output)
+    check_figure("--draw", draw)
     check_positive("--batch-size", batch_size)
     check_at_least(0, workers=workers)
     check_img_size(*img_size)
@@ -283,7 +287,7 @@ def resolution(
             for title, curve in curves.items():
                 table.add_row(title, *(f"{accuracy:.1f}" for _, accuracy in curve))
             Console(highlight=False).print(table)
-            save_figure(draw_resolution(curves, trained), output)
+            save_figure(draw_resolution(curves, trained), draw)
     return 0
 
 

@@ -53,7 +53,7 @@ def quickstart(
         "--device", where.type, "--resume", "auto",
     ]  # fmt: skip
     show_step(console, 1, "Train on 1,437 handwritten digits", "train", training)
-    if code := train.main(training):
+    if code := train.main(training, advice=False):
         return code
     scoring = [
         "classification", "--checkpoint", str(best), "--device", where.type, "--workers", "0",
@@ -71,9 +71,10 @@ def quickstart(
         f"Picture: [bold]{escape(str(picture))}[/]\n\n"
         f"[bold]That took {time.monotonic() - began:.0f} s. Next:[/]\n"
         f"  {escape(predicting)}\n"
-        "  softfree train classification --data-dir D --model softpp_tiny   your pictures, in\n"
-        "                                                                   D/train/CLASS/, D/val/CLASS/\n"
-        "  softfree demo                                                    how fast it is without softmax\n"
+        "  softfree train classification --data-dir D --output OUT\n"
+        "                     your pictures, a folder a class: D/cats/, D/dogs/, ...\n"
+        f"  softfree explore   a page that shows where {escape(str(best))} attends\n"
+        "  softfree demo      how fast it is without softmax\n"
         "If the shell finds no softfree: source .venv/bin/activate"
     )
     return 0

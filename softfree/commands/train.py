@@ -8,12 +8,14 @@ Ctrl-C): the run is saved and goes on with --resume auto.
 
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from softfree.commands.common import PICTURE_TASKS
 from softfree.commands.parser import HELP, print_subcommands
 from softfree.commands.settings import resolve
 from softfree.training.checkpoint import CheckpointWriteError
@@ -31,12 +33,16 @@ SUMMARIES = {
     ),
     "segmentation": "Train UPerNet: a class for every pixel.",
 }
+PHOTO = "photo.jpg"
 FAILED = 1
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``softfree train`` with these arguments; return the exit code."""
+def main(argv: Sequence[str], advice: bool = True) -> int:
+    """Run ``softfree train`` with these arguments; return the exit code.
+
+    ``advice``: end with what to type next.
+    """
     if argv and argv[0] in HELP:
         print_subcommands("softfree train", SUMMARIES, __doc__ or "")
         return 0
@@ -54,13 +60,32 @@ def main(argv: Sequence[str]) -> int:
         ),
     )
     try:
-        return report(task.run(settings), settings.run.output)
+        code = report(task.run(settings), settings.run.output)
     except (CheckpointWriteError, NonFiniteError) as error:
         return _fail(str(error))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         return _fail("no space left on the disk of --output; make room, then --resume auto")
+
+    if advice and not code and os.environ.get("RANK", "0") == "0":
+        print(next_steps(task.name, settings.run.output / "best"))
+    return code
+
+
+def next_steps(task: str, checkpoint: Path) -> str:
+    """What to type after a training."""
+    commands: tuple[tuple[str, str], ...] = (
+        (f"predict {PHOTO}", "what it sees"),
+        (f"inspect {PHOTO}", "whether it attends"),
+        (f"explore {PHOTO}", "where it attends, on a page"),
+    )
+    if task not in PICTURE_TASKS:
+        commands = (("validate", "its scores"), ("inspect", "whether it attends"))
+    named = shlex.quote(str(checkpoint))
+    lines = [(f"  softfree {command} --checkpoint {named}", what) for command, what in commands]
+    width = max(len(line) for line, _ in lines)
+    return "\n".join(["Next:", *(f"{line:<{width}}  {what}" for line, what in lines)])
 
 
 def report(outcome: Outcome, output: Path) -> int:

@@ -148,7 +148,7 @@ def test_softmax_that_would_take_too_long_is_skipped(monkeypatch, tmp_path, caps
 
 def test_plot_is_written_and_shows_curves(tmp_path):
     path = tmp_path / "new" / "costs.png"
-    assert benchmark.main(["attention", *TINY, "--plot", str(path)]) == 0
+    assert benchmark.main(["attention", *TINY, "--draw", str(path)]) == 0
     with Image.open(path) as picture:
         colours = picture.convert("RGB").getcolors(maxcolors=2**24)
         assert picture.width > 500 and picture.height > 400
@@ -191,7 +191,7 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
             ["attention", "--tokens", "99", "--heads-times-batch", "1", "2"],
             "one for each of the 1 numbers of tokens, got 2",
         ),
-        (["attention", "--plot", "costs.txt"], "--plot must end in .png, .svg, .pdf"),
+        (["attention", "--draw", "costs.txt"], "--draw must end in .png, .svg, .pdf"),
         (["attention", "--csv", "."], "--csv must name a file, . is a folder"),
         (["modle"], "One of attention, detector, memory, model, throughput; got 'modle'"),
         (["model"], "needs a name"),
@@ -255,7 +255,7 @@ def test_models_stand_beside_each_other_with_ratios_to_the_first(tmp_path, capsy
     path = tmp_path / "models.csv"
     names = ["resnet10t", "soft_tiny_release"]
     options = ["--amp-dtype", "bfloat16", "--channels-last", "--opt", "sgd", "--fuse-bn"]
-    files = ["--csv", str(path), "--plot", str(tmp_path / "models.png")]
+    files = ["--csv", str(path), "--draw", str(tmp_path / "models.png")]
     assert benchmark.main(["model", *names, *SMALL, *options, *files]) == 0
     assert (tmp_path / "models.png").is_file()
     first, second = read(path)

@@ -45,7 +45,7 @@ def command(tmp_path):
 
 @pytest.mark.slow
 def test_compare_trains_tests_and_measures_and_then_only_measures(command, tmp_path, capsys):
-    files = ["--csv", str(tmp_path / "table.csv"), "--plot", str(tmp_path / "table.png")]
+    files = ["--csv", str(tmp_path / "table.csv"), "--draw", str(tmp_path / "table.png")]
     names = ["--attentions", "softmax", "soft"]
     assert compare.main([*command, *names, *files]) == 0
     assert capsys.readouterr().out.count(": training in") == 2
@@ -138,7 +138,7 @@ def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkey
         (["--model-kwargs", "slot=3"], "--model-kwargs must be one of"),
         (["--attentions", "softmax", "--model-kwargs", "stride=4"], "got 'stride'"),
         (["--model-kwargs", "stride=x"], "stride must be a whole number, got 'x'"),
-        (["--plot", "table.txt"], "--plot must end in"),
+        (["--draw", "table.txt"], "--draw must end in"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_trained(options, message, capsys, tmp_path):
@@ -151,7 +151,7 @@ TINY = ["--device", "cpu", "--dim", "16", "--num-heads", "2", "--tokens", "64", 
 
 
 def test_memory_of_every_attention_reaches_table_csv_and_plot(tmp_path, capsys):
-    files = ["--csv", str(tmp_path / "memory.csv"), "--plot", str(tmp_path / "memory.png")]
+    files = ["--csv", str(tmp_path / "memory.csv"), "--draw", str(tmp_path / "memory.png")]
     assert benchmark.main(["memory", *TINY, *files]) == 0
     out = capsys.readouterr().out
     rows = read(tmp_path / "memory.csv")
@@ -166,7 +166,7 @@ def test_memory_of_every_attention_reaches_table_csv_and_plot(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_throughput_compares_attentions_in_one_backbone(tmp_path, capsys):
-    files = ["--csv", str(tmp_path / "table.csv"), "--plot", str(tmp_path / "table.png")]
+    files = ["--csv", str(tmp_path / "table.csv"), "--draw", str(tmp_path / "table.png")]
     options = ["--device", "cpu", "--img-size", "32", "--batch-size", "2", "--seconds", "0.001"]
     names = ["--attentions", "softmax", "softpp", "--channels-last"]
     small = "landmarks=conv:4 embed_dims=16,32,48,64 num_heads=1,2,3,4 depths=1,1,1,1"

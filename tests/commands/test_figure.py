@@ -32,7 +32,7 @@ def test_a_heat_map_of_a_photo_is_drawn_in_each_format(
     ending, begins, checkpoint, photo, tmp_path, capsys
 ):
     output = tmp_path / "out" / f"map.{ending}"
-    given = ("--checkpoint", checkpoint, "--query", "80,40", "--output", output)
+    given = ("--checkpoint", checkpoint, "--query", "80,40", "--draw", output)
     assert run("heatmap", photo, *given) == 0
     assert output.read_bytes().startswith(begins)
     assert f"figure written to {output}" in capsys.readouterr().out
@@ -40,7 +40,7 @@ def test_a_heat_map_of_a_photo_is_drawn_in_each_format(
 
 def test_a_heat_map_needs_neither_checkpoint_nor_photo(tmp_path):
     output = tmp_path / "map.png"
-    assert run("heatmap", "--img-size", 64, "--output", output) == 0
+    assert run("heatmap", "--img-size", 64, "--draw", output) == 0
     with Image.open(output) as picture:
         # A row of pictures for each of four stages.
         assert picture.height > 1200
@@ -50,7 +50,7 @@ def test_several_attentions_stand_side_by_side(tmp_path):
     output = tmp_path / "map.png"
     names = ("softmax", "performer", "nystromformer", "softpp")
     attentions = [word for name in names for word in ("--attention", name)]
-    given = ("--img-size", 64, "--heads", 2, "--output", output)
+    given = ("--img-size", 64, "--heads", 2, "--draw", output)
     assert run("heatmap", "--model", "softpp_tiny", *attentions, *given) == 0
     with Image.open(output) as picture:
         assert picture.width > 2 * picture.height
@@ -58,7 +58,7 @@ def test_several_attentions_stand_side_by_side(tmp_path):
 
 def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_path):
     output = tmp_path / "out" / "convergence.svg"
-    given = ("--checkpoint", checkpoint, "--iterations", 6, "--output", output)
+    given = ("--checkpoint", checkpoint, "--iterations", 6, "--draw", output)
     assert run("convergence", *given, "--data-dir", photo.parent) == 0
     text = output.read_text()
     assert text.startswith("<?xml")
@@ -68,7 +68,7 @@ def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_pat
 
 def test_the_spectrum_is_drawn(checkpoint, photo, tmp_path):
     output = tmp_path / "spectrum.png"
-    given = ("--checkpoint", checkpoint, "--img-size", 64, 96, "--output", output)
+    given = ("--checkpoint", checkpoint, "--img-size", 64, 96, "--draw", output)
     assert run("spectrum", *given) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
 
@@ -76,7 +76,7 @@ def test_the_spectrum_is_drawn(checkpoint, photo, tmp_path):
 def test_accuracy_against_size_is_drawn_and_printed(checkpoint, tmp_path, capsys):
     output = tmp_path / "resolution.png"
     other = classifier_checkpoint(tmp_path / "other" / "best", landmarks="conv:4")
-    given = ("--img-size", 32, 48, "--workers", 0, "--device", "cpu", "--output", output)
+    given = ("--img-size", 32, 48, "--workers", 0, "--device", "cpu", "--draw", output)
     assert run("resolution", "--checkpoint", checkpoint, "--checkpoint", other, *given) == 0
     out = capsys.readouterr().out
     assert "run/best (softpp_tiny)" in out and "other/best (softpp_tiny)" in out
@@ -87,7 +87,7 @@ def test_wrong_arguments_are_refused(tmp_path, photo, capsys):
     for arguments, message in (
         ([], "which figure? One of heatmap, convergence, spectrum, resolution"),
         (["heatmaps"], "got 'heatmaps'"),
-        (["heatmap", "--output", "map.bmp"], "--output must end in .png, .svg, .pdf, got map.bmp"),
+        (["heatmap", "--draw", "map.bmp"], "--draw must end in .png, .svg, .pdf, got map.bmp"),
         (["heatmap", "--query", "12"], "--query must be X,Y in pixels of the photo, got '12'"),
         (["heatmap", photo, "--query", "3,9"], "--query 3,9: the model sees x from 40 to 118"),
         (["heatmap", "--stage", 7, "--img-size", 64], "stage must be one of 1, 2, 3, 4, got 7"),

@@ -10,6 +10,7 @@ from PIL import Image
 from softfree.analysis.pictures import landscape
 from softfree.analysis.predictions import draw_classes
 from softfree.commands import predict, train
+from softfree.commands.predict.classifier import Classifier
 from softfree.data import load_images, open_image
 from softfree.training.classification import Classification, Normalize, eval_transform
 
@@ -93,6 +94,20 @@ def test_a_class_and_its_probability_stand_in_one_row(checkpoint, pictures, monk
         assert sum(len(re.findall(r"\b\d \d+\.\d%(?:,| )", row)) for row in then) == 9
         assert max(map(len, rows)) <= columns
     assert broken
+
+
+def test_names_of_files_stay_whole(checkpoint, pictures, capsys):
+    name = "Photo of the third of November, seen from the bridge over the river, " + "a" * 40
+    (pictures / "a.png").rename(pictures / f"{name}.png")
+    assert run(checkpoint, pictures) == 0
+    assert f"{pictures}/{name}.png" in capsys.readouterr().out
+
+
+def test_classes_of_no_chance_are_left_out():
+    chances = {"cat": 0.9991, "dog": 0.0006, "emu": 0.0003}
+    result = {"predictions": [{"label": k, "probability": v} for k, v in chances.items()]}
+    best, share, then = Classifier.cells(None, result)
+    assert (best, share, then.entries) == ("[bold]cat[/]", "99.9%", ["dog 0.1%"])
 
 
 def test_patterns_are_expanded_and_other_sizes_taken(checkpoint, pictures, capsys):

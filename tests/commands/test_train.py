@@ -70,7 +70,9 @@ def test_a_rival_takes_the_place_of_the_attention(folders, tmp_path):
 def test_the_output_is_named_as_it_is(folders, tmp_path, capsys):
     output = tmp_path / "out [a]"
     assert run("--data-dir", folders, "--output", output, *SHORT) == 0
-    assert capsys.readouterr().out.endswith(f", in {output}/best\n")
+    out = capsys.readouterr().out
+    assert f", in {output}/best\n" in out
+    assert f"softfree predict photo.jpg --checkpoint '{output}/best'  what it sees\n" in out
 
 
 def test_the_written_settings_repeat_the_run(folders, tmp_path):

@@ -10,12 +10,20 @@ from typing import IO, Annotated, Any
 
 import torch
 import tyro
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from torch.utils.data import DataLoader
 
-from softfree.commands.common import check_output, check_positive, command, make_table
+from softfree.commands.common import (
+    RUNS,
+    check_output,
+    check_positive,
+    command,
+    make_table,
+    newest_run,
+)
 from softfree.commands.predict.base import Predictor
 from softfree.commands.predict.classifier import ONNX, Classifier
 from softfree.commands.predict.detector import ObjectDetector
@@ -26,6 +34,8 @@ from softfree.training.checkpoint import read_metadata
 from softfree.training.devices import choose_device
 
 MAX_LISTED = 10
+# Columns that the table needs beside the names of the pictures, which then stay whole.
+BESIDE_NAMES = 40
 MOST_WORKERS = 8
 # By the task of a checkpoint: made with its folder, the device, --img-size and --topk.
 PREDICTORS: dict[str, Callable[..., Predictor]] = {
@@ -57,7 +67,8 @@ def predict(
 
     Args:
         pictures: files, folders (with their subfolders) or patterns like 'photos/*.png'.
-        checkpoint: folder that `softfree train` wrote, such as OUT/best.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; without it and --onnx the newest run under
+            output/.
         onnx: or a classifier that `softfree export` wrote; it runs on the CPU.
         topk: keep so many classes (of a detector: of the most certain objects) of each picture; otherwise the 5
             likeliest classes, or all that is seen.
@@ -95,7 +106,12 @@ def predict(
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
+    longest = max(map(cell_len, paths))
+    if not console.is_terminal:
+        # Lines of a file have no width, and programs look for names in them.
+        console.width = max(console.width, longest + BESIDE_NAMES)
     table = make_table(["picture"])
+    table.columns[0].no_wrap = longest + BESIDE_NAMES <= console.width
     for title in predictor.titles:
         table.add_column(title, overflow="fold")
     unreadable: list[Unreadable] = []
@@ -142,10 +158,15 @@ main = command(predict, __doc__)
 
 def find_model(checkpoint: Path | None, onnx: Path | None) -> tuple[Path, Any, tuple[str, ...]]:
     """The model's place, its task, and the tasks that can be predicted from there."""
+    if checkpoint is None and onnx is None:
+        checkpoint = newest_run(PREDICTORS)
     if checkpoint is not None and onnx is None:
         return checkpoint, read_metadata(checkpoint).get("task"), tuple(PREDICTORS)
     if onnx is None or checkpoint is not None:
-        raise ValueError("give either --checkpoint OUT/best or --onnx model.onnx")
+        raise ValueError(
+            "give either --checkpoint OUT/best or --onnx model.onnx"
+            + ("" if onnx else f"; there is no run under {RUNS}/ to take")
+        )
     if onnx.suffix != ONNX:
         raise ValueError(f"--onnx must name a file that ends in {ONNX}, got {onnx}")
     return onnx, load_onnx(onnx)[1].get("task"), ("classification",)

@@ -61,7 +61,8 @@ class Classifier:
 
     def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
         best, *others = result["predictions"]
-        then = Listing([f"{p['label']} {p['probability']:.1%}" for p in others])
+        shares = [(p["label"], f"{p['probability']:.1%}") for p in others]
+        then = Listing([f"{label} {share}" for label, share in shares if share != "0.0%"])
         return f"[bold]{escape(best['label'])}[/]", f"{best['probability']:.1%}", then
 
     def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
