@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ RENAMED = {
 # What commands print that need no torch for it; `make texts` writes them.
 TEXTS = Path(__file__).parent / "softfree" / "commands" / "texts"
 COLUMNS = 80
+FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -83,9 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What the library has to say goes to stderr, without names and levels.
     logging.basicConfig(handlers=[_notices()])
     logging.getLogger("softfree").setLevel(logging.INFO)
+    # The import takes seconds in which a user may press Ctrl-C, and modules make other errors of that.
+    if argv is None and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _at_once)
     try:
-        # Inside the try: the import takes seconds in which a user may press Ctrl-C.
         command = _load(name, own_process=argv is None)
+        if argv is None:
+            _interrupt_once()
         code = command.main(rest) or 0
         sys.stdout.flush()
         if argv is None and "RANK" in os.environ:
@@ -102,6 +108,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("SOFTFREE_TRACEBACK"):
             raise
         return _fail(str(error))
+    except OSError as error:
+        # Above all a disk that is full or may not be written to.
+        if os.environ.get("SOFTFREE_TRACEBACK"):
+            raise
+        return _fail(_of_system(error), FAILED)
+
+
+def _of_system(error: OSError) -> str:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What is left of stdout, which may be on that disk, can't be written at the end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def _at_once(*_: object) -> NoReturn:
+    os.write(2, b"\nsoftfree: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _interrupt_once() -> None:
+    """From now on the first Ctrl-C raises KeyboardInterrupt, for the command to clear up; a second does not wait."""
+
+    pressed = False
+
+    def interrupt(*_: object) -> NoReturn:
+        nonlocal pressed
+        if pressed:
+            _at_once()
+        pressed = True
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def _notices() -> logging.Handler:
@@ -228,13 +271,13 @@ def _renamed(arguments: Sequence[str]) -> str:
     return ""
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = USAGE_ERROR) -> int:
     text = f"softfree: error: {with_flags(message)}"
     if sys.stderr.isatty():
         # In a file an error stays one line.
         text = "\n".join(_fill(line, columns=_columns()) for line in text.split("\n"))
     print(text, file=sys.stderr)
-    return USAGE_ERROR
+    return code
 
 
 def with_flags(message: str) -> str:

@@ -1,7 +1,9 @@
 """The dispatcher: what it prints, what it returns, and that it stays light."""
 
 import ast
+import errno
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +191,64 @@ def test_interrupt_exits_130_without_traceback(command, capsys):
     command(interrupt)
     assert softfree_cli.main(["models"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+IMPATIENT = """
+import os, signal, sys, time, types, softfree_cli
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+def load(name, own_process):
+    if sys.argv[2] == "while it loads":
+        press()
+    return types.SimpleNamespace(main=main)
+def main(argv):
+    try:
+        press()
+    finally:  # what a command still has to do
+        if argv == ["often"]:
+            press()
+softfree_cli._load = load
+sys.exit(softfree_cli.main())
+"""
+
+
+@pytest.mark.parametrize("when", ["once", "often", "while it loads"])
+def test_ctrl_c_however_often_and_early_prints_one_line(when):
+    program = [sys.executable, "-c", IMPATIENT, "models", when]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, "\nsoftfree: interrupted\n")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing_is_one_line(command, capsys, code):
+    def fail(argv):
+        raise OSError(code, os.strerror(code), "out.png")
+
+    command(fail)
+    assert softfree_cli.main(["models"]) == 1
+    assert capsys.readouterr().err == f"softfree: error: out.png: {os.strerror(code)}\n"
+
+
+def test_a_full_disk_behind_stdout_is_one_line():
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-c", FULL, "models", "x"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (result.returncode, result.stderr) == (
+        1,
+        "softfree: error: No space left on device\n",
+    )
+
+
+FULL = """
+import sys, types, softfree_cli
+softfree_cli._load = lambda name, own_process: types.SimpleNamespace(main=lambda argv: print("said"))
+sys.exit(softfree_cli.main())
+"""
 
 
 def test_python_m_does_the_same():

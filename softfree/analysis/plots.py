@@ -1,10 +1,13 @@
 """Charts of what was measured. Each is a matplotlib figure for :func:`save_figure`."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from PIL import Image
+
+from softfree.data.files import replace_durably
 
 LABELS = {
     "softfree": "softfree",
@@ -46,11 +49,18 @@ def new_figure(
 
 def save_figure(figure: Any, output: Path, kind: str = "figure") -> None:
     """Write the figure in the format that its ending names, and say so."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     # Of what zlib finds, runs of equal bytes are nearly all in such pictures, and found much faster.
     png = {"pil_kwargs": {"compress_type": Image.RLE}} if output.suffix.lower() == ".png" else {}
-    figure.savefig(output, dpi=150, **png)
+    write_figure(figure, output, dpi=150, **png)
     print(f"{kind} written to {output}")
+
+
+def write_figure(figure: Any, output: Path, **options: Any) -> None:
+    """Write the figure, as a whole or not at all; its folder is made."""
+    content = io.BytesIO()
+    figure.savefig(content, format=output.suffix[1:].lower(), **options)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_durably(output, content.getvalue())
 
 
 def draw_against_tokens(lines: Sequence[Line], y_label: str, title: str, **settings: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from softfree.analysis.plots import new_figure
+from softfree.analysis.plots import new_figure, write_figure
 
 RIGHT, WRONG, INK, FAINT = "#1a7f37", "#cf222e", "#24292f", "#8c959f"
 LOSS, ACCURACY = "#8250df", "#0969da"
@@ -151,5 +151,4 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write_figure(figure, path, dpi=120)

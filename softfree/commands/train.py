@@ -64,7 +64,7 @@ def main(argv: Sequence[str], advice: bool = True) -> int:
     except (CheckpointWriteError, NonFiniteError) as error:
         return _fail(str(error))
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return _fail("no space left on the disk of --output; make room, then --resume auto")
 

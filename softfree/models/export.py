@@ -10,6 +10,7 @@ One file serves any batch, and any height and width of at least 33 pixels. It co
 
 import copy
 import importlib.util
+import io
 import json
 import os
 import warnings
@@ -114,7 +115,7 @@ def export_pt2(
             prefer_deferred_runtime_asserts_over_guards=True,
         )
     extra = {"metadata.json": json.dumps(metadata or {})}
-    write = partial(torch.export.save, program, extra_files=extra)
+    write = partial(_save_program, program, extra)
     return _write_checked(flat, Path(path), write, _open_pt2, img_size)
 
 
@@ -151,6 +152,13 @@ def load_onnx(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
         )
     check_fields(path, metadata, ())
     return OnnxModel(session), metadata
+
+
+def _save_program(program: torch.export.ExportedProgram, extra: dict[str, Any], path: Path) -> None:
+    # In memory first: torch's own writer ends the process where a disk is full.
+    content = io.BytesIO()
+    torch.export.save(program, content, extra_files=extra)
+    path.write_bytes(content.getvalue())
 
 
 class MatrixPool(nn.Module):

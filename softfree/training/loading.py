@@ -12,6 +12,7 @@ from softfree.data.images import Unreadable
 from softfree.training.devices import AmpDtype, autocast, to_device
 from softfree.training.distributed import Processes
 from softfree.training.sampling import EvalSampler, StepSampler
+from softfree.training.signals import STOPPING
 
 Collate = Callable[[list[Any]], Any]
 Report = Callable[[Unreadable], None]
@@ -99,5 +100,5 @@ def short_errors() -> Iterator[None]:
 
 def ignore_signals(worker: int) -> None:
     """Loading processes live as long as the loop: Ctrl-C reaches them, too, but is not meant for them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,19 +1,29 @@
-"""Being asked to stop: by SIGTERM (schedulers, torchrun) or Ctrl-C."""
+"""Being asked to stop: by SIGTERM (schedulers, torchrun), SIGHUP (a terminal that closes) or Ctrl-C."""
 
+import os
 import signal
 from types import FrameType
 from typing import Any
 
+STOPPING = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
+)
+
 
 class StopRequest:
-    """Notes SIGTERM and Ctrl-C, so that the loop can stop after the step; a second Ctrl-C stops at once."""
+    """Notes these signals, so that the loop can stop after the step; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.before: dict[int, Any] = {}
+        self.terminals: list[int] = []
 
     def __enter__(self) -> "StopRequest":
-        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        for number in STOPPING:
+            # Under nohup a run outlives its terminal.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self.before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -22,5 +32,9 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == self.signal == signal.SIGINT:
-            raise KeyboardInterrupt
+            self.before[number](number, frame)  # raises KeyboardInterrupt
         self.signal = number
+        if number not in (signal.SIGTERM, signal.SIGINT):
+            # The terminal is gone: the next line would be an error that keeps the run from being saved.
+            for descriptor in self.terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

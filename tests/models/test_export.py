@@ -1,6 +1,7 @@
 """Exported files compute what the model does, at sizes and batches other than the example's."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -157,6 +158,18 @@ def test_the_model_stays_as_it_was(tmp_path):
     export_pt2(model, tmp_path / "m.pt2", img_size=64)
     assert model.training and isinstance(model[1], nn.AdaptiveAvgPool2d)
     assert model[0].weight.dtype == torch.float64
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        for write, name in ((export_pt2, "m.pt2"), (export_onnx, "m.onnx")):
+            with pytest.raises(OSError, match="File too large"):
+                write(plain(), tmp_path / name, img_size=64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_of_others_are_refused(tmp_path):

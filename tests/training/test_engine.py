@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -136,7 +137,7 @@ class Signalling(Toy):
         return super().train_step(model, batch)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number):
     before = signal.getsignal(number)
     outcome = run_toy(tmp_path, Signalling(4, number), save_every="100e")
@@ -199,6 +200,28 @@ def test_an_output_that_is_a_file_is_refused(tmp_path):
 def test_a_second_interrupt_does_not_wait_for_the_step(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_toy(tmp_path, Signalling(2, signal.SIGINT, times=2))
+
+
+def test_a_run_under_nohup_does_not_stop_with_its_terminal(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert not run_toy(tmp_path, Signalling(2, signal.SIGHUP)).stopped
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_closes_is_saved(tmp_path):
+    child, terminal = pty.fork()
+    if child == 0:
+        # What it says goes to the terminal, also after that is gone.
+        os.execv(sys.executable, [sys.executable, PROGRAM, str(tmp_path), "--epochs", "500"])
+    said = b""
+    while b"(best so far)" not in said:
+        said += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+    assert read_state(tmp_path / "last")["position"]["step"] >= 6
 
 
 def test_accumulated_passes_equal_one_large_batch(tmp_path):
