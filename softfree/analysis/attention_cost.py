@@ -318,7 +318,8 @@ def draw_times(costs: Sequence[Cost], title: str) -> Any:
     ]
     heads = sorted({cost.batch_heads for cost in costs})
     unit = "ms for each head" if len(heads) > 1 else f"ms for {heads[0]} heads"
-    return draw_against_tokens(lines, unit, title, xscale="log")
+    linear = "twice the tokens, twice the time"
+    return draw_against_tokens(lines, unit, title, linear, xscale="log")
 
 
 @dataclass

@@ -22,6 +22,7 @@ LABELS = {
     "reformer": "Reformer",
 }
 MARKERS = "os^Dv"
+LEAST_RANGE = 10  # percent of accuracy that an axis shows
 MOST_TICKS = 8  # numbers of tokens below an axis
 Curve = Sequence[tuple[int, float]]
 
@@ -63,8 +64,13 @@ def write_figure(figure: Any, output: Path, **options: Any) -> None:
     replace_durably(output, content.getvalue())
 
 
-def draw_against_tokens(lines: Sequence[Line], y_label: str, title: str, **settings: Any) -> Any:
-    """Lines over numbers of tokens, the y axis logarithmic; ``settings`` are those of matplotlib's axes."""
+def draw_against_tokens(
+    lines: Sequence[Line], y_label: str, title: str, linear: str = "", **settings: Any
+) -> Any:
+    """Lines over numbers of tokens, the y axis logarithmic; ``settings`` are those of matplotlib's axes.
+
+    ``linear`` are the legend's words for a line in proportion to the tokens, which ends where the lowest line does.
+    """
     from matplotlib.ticker import LogLocator
 
     picture = new_figure(7, 5.5)
@@ -72,6 +78,11 @@ def draw_against_tokens(lines: Sequence[Line], y_label: str, title: str, **setti
     for line in lines:
         across, along = zip(*line.points, strict=True)
         axes.plot(across, along, line.style, markersize=4, color=line.colour, label=line.label)
+    if linear and lines:
+        lowest = min(lines, key=lambda line: line.points[-1][1])
+        tokens, (count, value) = [point[0] for point in lowest.points], lowest.points[-1]
+        ends = [tokens[0], count]
+        axes.plot(ends, [value * end / count for end in ends], ":", color="grey", label=linear)
     axes.set(yscale="log", xlabel="tokens", ylabel=y_label, **settings)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -123,11 +134,16 @@ def draw_resolution(curves: Mapping[str, Curve], trained: Mapping[str, int]) -> 
         marker = MARKERS[index % len(MARKERS)]
         sizes, accuracies = zip(*curve, strict=True)
         axes.plot(sizes, accuracies, f"C{index % 10}-", marker=marker, label=title)
+        axes.axvline(trained[title], color=f"C{index % 10}", linestyle=":", linewidth=1)
         for point in (point for point in curve if point[0] == trained[title]):
             axes.plot(*point, f"C{index % 10}o", markersize=14, fillstyle="none")
-    axes.set_xticks(sizes)
-    axes.set(xlabel="side of the square image (pixels)", ylabel="top-1 accuracy (%)", ylim=(0, 100))
-    words = "Accuracy against image size; a ring marks the size of the training"
+    axes.set_xticks(sorted({size for curve in curves.values() for size, _ in curve}))
+    axes.set(xlabel="side of the square image (pixels)", ylabel="top-1 accuracy (%)")
+    low, high = axes.get_ylim()
+    # A line that is nearly flat looks it.
+    middle, half = (low + high) / 2, max(high - low, LEAST_RANGE) / 2
+    axes.set_ylim(max(0.0, middle - half), min(100.0, middle + half))
+    words = "Accuracy against image size; ring and dots mark the size of the training"
     axes.set_title(words, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -40,9 +40,11 @@ def spectral_norms(landmarks: Tensor, scale: float) -> SpectralNorms:
 def draw_spectrum(
     layers: Sequence[SoftLayer], norms: Mapping[int, Sequence[SpectralNorms]], title: str
 ) -> Any:
-    """Left: eigenvalues of A by stage. Right: spectral norms against m."""
+    """Left: eigenvalues of A by stage. Right: spectral norms against m. ``title`` names the model."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = new_figure(11, 4.6)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(f"Spectrum of the kernel between landmarks, A: {title}", fontsize=11)
     left, right = figure.subplots(1, 2)
     for index, stage in enumerate(sorted({layer.stage for layer in layers})):
         members = [layer for layer in layers if layer.stage == stage]
@@ -54,6 +56,7 @@ def draw_spectrum(
         label = f"stage {stage}: {kept:.0f} of {len(mean)} inverted"
         left.plot(number, mean, f"C{index}-", linewidth=2, label=label)
     left.set(yscale="log", xlabel="number of the eigenvalue", ylabel="eigenvalue")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set_title("(a) Eigenvalues of A: each head, and their mean", fontsize=10)
     counts = sorted(norms)
     labels = (

@@ -1,6 +1,6 @@
 """The models that figures, the explorer, `inspect` and `export` look at."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ def load_subject(
             # The rest of a detector takes lists of images and has no attention.
             backbone: Any = network.backbone
             network = backbone
-        title = checkpoint_title(checkpoint)
+        title = checkpoint_title(checkpoint, metadata)
         return Subject(title, network.eval().to(device), {**PREPARATION, **metadata})
     name = model or DEFAULT_MODEL
     check_model_name(name)
@@ -87,6 +87,13 @@ def load_subjects(
     return subjects
 
 
-def checkpoint_title(checkpoint: Path) -> str:
-    """The last two parts of a checkpoint's path, which name the run: OUT/best."""
-    return "/".join(checkpoint.absolute().parts[-2:])
+def checkpoint_title(checkpoint: Path, metadata: Mapping[str, Any]) -> str:
+    """The model and the run, which its folder names; and the folder in it, if that is not its best.
+
+    Example:
+        >>> checkpoint_title(Path("output/cats/best"), {"model": "softpp_tiny"})
+        'softpp_tiny, cats'
+    """
+    *_, run, folder = checkpoint.absolute().parts
+    model = metadata.get("model") or metadata["task"]
+    return ", ".join([model, run] if folder == "best" else [model, run, folder])

@@ -5,9 +5,9 @@ converges, `spectrum` the eigenvalues behind it and what the normalisation does,
 against the size of the images.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from softfree.training.settings import WORKERS
 SMALL = 512  # pixels of an image's side
 DRAWN = 8
 SIZES = (224, 320, 416, 512, 640)
+AROUND = (0.75, 1.25, 1.5, 2.0)  # of the size of the training, for `resolution`
 
 
 def main(argv: Sequence[str]) -> int:
@@ -227,10 +228,10 @@ def spectrum(
 
 
 def resolution(
-    checkpoint: Annotated[tuple[Path, ...], Repeated],
+    checkpoint: Annotated[tuple[Path, ...], Repeated] = (),
     data_dir: str | None = None,
     dataset: str = "",
-    img_size: tuple[int, ...] = (224, 288, 384, 448, 512),
+    img_size: tuple[int, ...] = (),
     batch_size: int = 64,
     workers: int = WORKERS,
     draw: Path = Path("resolution.png"),
@@ -239,10 +240,11 @@ def resolution(
     """Draw the accuracy of classifiers against the size of the images (Table 6).
 
     Args:
-        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare. Without it the
+            newest run under output/.
         data_dir: folder with train/ and val/; otherwise what each checkpoint was trained on.
         dataset: a data set as timm names it, in --data-dir.
-        img_size: sides of the images.
+        img_size: sides of the images; otherwise from three quarters to twice that of the training.
         batch_size: images at a time.
         workers: processes that load images.
         draw: the file to write: .png, .svg or .pdf.
@@ -260,35 +262,58 @@ def resolution(
     check_positive("--batch-size", batch_size)
     check_at_least(0, workers=workers)
     check_img_size(*img_size)
-    curves: dict[str, list[tuple[int, float]]] = {}
-    trained: dict[str, int] = {}
+    if not checkpoint and (newest := newest_run((Classification.name,))):
+        checkpoint = (newest,)
+    if not checkpoint:
+        raise ValueError("--checkpoint is needed: a folder that `softfree train` wrote")
     with join_processes(device) as processes:
+        # All are looked at before the first is scored, which may take long.
+        tested: list[tuple[str, Any, dict[str, Any], Any]] = []
         for path in checkpoint:
-            network, metadata = Classification.load(path, processes.device)
+            network, metadata = Classification.load(path)
             data = load_validation_images(path, data_dir, dataset)
             check_classes(path, metadata["class_names"], data.class_names)
-            title = f"{checkpoint_title(path)} ({metadata['model']})"
-            trained[title] = metadata["img_size"]
-            curves[title] = []
-            for size in sorted(set(img_size)):
-                scores, _ = score_classifier(
-                    network,
-                    metadata,
-                    data.val,
-                    size,
-                    processes,
-                    batch_size=batch_size,
-                    workers=workers,
-                )
-                curves[title].append((size, scores["top1"]))
+            title = checkpoint_title(path, metadata)
+            # Runs of one name in two places are told by these.
+            title = str(path) if title in (name for name, *_ in tested) else title
+            tested.append((title, network, metadata, data))
+        trained = {title: metadata["img_size"] for title, _, metadata, _ in tested}
+        sizes = sorted(set(img_size or sizes_around(trained.values())))
+        curves: dict[str, list[tuple[int, float]]] = {title: [] for title in trained}
+        work = [(size, *one) for one in tested for size in sizes]
+        console = Console(stderr=True, quiet=not processes.main)
+        for size, title, network, metadata, data in track(
+            work, "sizes", console=console, transient=True
+        ):
+            scores, _ = score_classifier(
+                network.to(processes.device),
+                metadata,
+                data.val,
+                size,
+                processes,
+                batch_size=batch_size,
+                workers=workers,
+            )
+            curves[title].append((size, scores["top1"]))
         if processes.main:
-            sizes = sorted(set(img_size))
             table = make_table(["top-1 (%)", *(f"{size}²" for size in sizes)])
             for title, curve in curves.items():
                 table.add_row(title, *(f"{accuracy:.1f}" for _, accuracy in curve))
             Console(highlight=False).print(table)
             save_figure(draw_resolution(curves, trained), draw)
     return 0
+
+
+def sizes_around(trained: Iterable[int]) -> list[int]:
+    """Sizes from three quarters to twice those of the trainings, these among them; multiples of 32, the others.
+
+    Example:
+        >>> sizes_around([224])
+        [160, 224, 288, 320, 448]
+    """
+    sizes = set(trained)
+    sizes |= {max(round(size * part / 32) * 32, 32) for size in sizes for part in AROUND}
+    return sorted(sizes)
 
 
 SUBCOMMANDS: dict[str, Callable[..., int]] = {

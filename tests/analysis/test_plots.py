@@ -2,7 +2,25 @@
 
 import itertools
 
-from softfree.analysis.plots import draw_bars
+from softfree.analysis.plots import Line, draw_against_tokens, draw_bars, draw_resolution
+
+
+def test_a_line_in_proportion_to_the_tokens_ends_where_the_lowest_one_does():
+    lines = [
+        Line("a", [(100, 5.0), (200, 9.0)], "C0", "o-"), Line("b", [(100, 1.0), (400, 8.0)], "C1", "o-")
+    ]  # fmt: skip
+    axes = draw_against_tokens(lines, "ms", "title", "in proportion", xscale="log").axes[0]
+    drawn = axes.lines[-1]
+    assert drawn.get_label() == "in proportion"
+    assert drawn.get_xydata().tolist() == [[100, 2], [400, 8]]
+
+
+def test_accuracies_fill_their_axis_and_the_trained_size_is_marked():
+    figure = draw_resolution({"a": [(96, 61.0), (128, 64.0)]}, {"a": 112})
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    assert 50 < low < 61 and 64 < high < 75
+    assert [list(line.get_xdata()) for line in axes.lines][1] == [112, 112]
 
 
 def test_numbers_below_narrow_panels_do_not_run_into_each_other():

@@ -2,7 +2,9 @@
 
 import torch
 
-from softfree.analysis.spectrum import spectral_norms
+from softfree.analysis.capture import capture_attention
+from softfree.analysis.spectrum import draw_spectrum, spectral_norms
+from tests.analysis.small import small
 
 
 def fields(m: int, heads: int = 8, channels: int = 12) -> torch.Tensor:
@@ -41,3 +43,11 @@ def test_landmarks_that_coincide_leave_the_norm_finite():
     landmarks[0, 1] = landmarks[0, 0]
     without, normalized = spectral_norms(landmarks, 1.0)
     assert without.isfinite().all() and normalized.isfinite().all() and without.max() < 1e3
+
+
+def test_eigenvalues_are_numbered_by_whole_numbers_and_the_title_says_what_is_seen():
+    layers = capture_attention(small("softpp_tiny"), torch.randn(3, 64, 64)).soft_layers
+    norms = {layer.m: [spectral_norms(layer.landmarks, layer.scale)] for layer in layers}
+    figure = draw_spectrum(layers, norms, "softpp_tiny, cats")
+    assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())
+    assert figure.get_suptitle() == "Spectrum of the kernel between landmarks, A: softpp_tiny, cats"

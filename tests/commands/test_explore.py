@@ -33,12 +33,15 @@ def test_a_checkpoint_is_served_on_loopback_until_interrupted(tmp_path):
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "Attention of run/best\n"
+        assert process.stdout.readline() == "Attention of softpp_tiny, run\n"
         found = re.match(r"(http://127\.0\.0\.1:\d+/) ", process.stdout.readline())
         assert found
         client = httpx.Client(base_url=found[1], trust_env=False, timeout=600)
         setup = client.get("api/setup").json()
-        assert setup["models"][0] == setup["models"][0] | {"title": "run/best", "own_size": 64}
+        assert setup["models"][0] == setup["models"][0] | {
+            "title": "softpp_tiny, run",
+            "own_size": 64,
+        }
         assert setup["photos"][0]["name"] == "digit 1"  # the checkpoint's classes are digits
         captured = client.get("api/capture?model=0&photo=sample-1&size=64").json()
         assert len(captured["layers"]) == 4

@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 import softfree_cli
+from softfree.commands.figure import sizes_around
 
 from .checkpoints import classifier_checkpoint
 
@@ -79,8 +80,21 @@ def test_accuracy_against_size_is_drawn_and_printed(checkpoint, tmp_path, capsys
     given = ("--img-size", 32, 48, "--workers", 0, "--device", "cpu", "--draw", output)
     assert run("resolution", "--checkpoint", checkpoint, "--checkpoint", other, *given) == 0
     out = capsys.readouterr().out
-    assert "run/best (softpp_tiny)" in out and "other/best (softpp_tiny)" in out
+    assert "softpp_tiny, run" in out and "softpp_tiny, other" in out
     assert "32²" in out and "48²" in out and output.is_file()
+
+
+def test_all_checkpoints_are_checked_before_the_first_is_scored(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "softfree.training.classification.score_classifier", lambda *_, **__: pytest.fail("scored")
+    )
+    other = classifier_checkpoint(tmp_path / "other" / "best", classes=3)
+    assert run("resolution", "--checkpoint", checkpoint, "--checkpoint", other) == 2
+
+
+def test_sizes_are_those_around_the_training():
+    assert sizes_around([64]) == [64, 96, 128]
+    assert sizes_around([128, 224]) == [96, 128, 160, 192, 224, 256, 288, 320, 448]
 
 
 def test_wrong_arguments_are_refused(tmp_path, photo, capsys):

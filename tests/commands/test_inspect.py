@@ -68,7 +68,7 @@ def test_the_command_reports_a_checkpoint(tmp_path, capsys):
     folder = classifier_checkpoint(tmp_path / "run" / "best", iterations=3)
     assert softfree_cli.main(["inspect", "--checkpoint", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "run/best at 64 x 64 pixels" in out
+    assert "softpp_tiny, run at 64 x 64 pixels" in out
     assert out.count("too few Newton steps") == 4
     assert softfree_cli.main(["inspect", "--checkpoint", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
