@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 from softfree.analysis import capture_attention
-from softfree.layers import SoftAttention, SoftBlock
+from softfree.layers import MultiheadSoftAttention, SoftAttention, SoftBlock
 from softfree.models import fold_batch_norms, load_release_checkpoint
 from softfree.ops import (
     newton_inverse,
@@ -22,6 +22,7 @@ from softfree.ops import (
 
 __version__ = "0.2.0"
 __all__ = [
+    "MultiheadSoftAttention",
     "SoftAttention",
     "SoftBlock",
     "capture_attention",

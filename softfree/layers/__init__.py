@@ -7,11 +7,13 @@ from softfree.layers.linformer import LinformerAttention
 from softfree.layers.nystromformer import NystromformerAttention
 from softfree.layers.performer import PerformerAttention
 from softfree.layers.reformer import ReformerAttention
+from softfree.layers.torch_interface import MultiheadSoftAttention
 
 __all__ = [
     "ATTENTIONS",
     "Block",
     "LinformerAttention",
+    "MultiheadSoftAttention",
     "NystromformerAttention",
     "PerformerAttention",
     "ReformerAttention",

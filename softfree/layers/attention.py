@@ -1,7 +1,7 @@
 """Attention layers behind one interface: ``layer(x, size, mask=None, context=None)``.
 
 x        (batch, tokens, channels)
-size     (H, W) of the image behind the tokens, None for sequences
+size     (H, W) of the image behind the tokens, (T, H, W) of a volume, None for sequences
 mask     (batch, keys) bool, True for the tokens that may be attended to
 context  (batch, keys, channels), attend to these instead of ``x``; ``size`` and ``mask`` are then theirs
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.layers.landmarks import (
+    AnySize,
     ConvLandmarks,
     Landmarks,
     Size,
@@ -29,6 +30,7 @@ from softfree.layers.multihead import (
     check_size,
     check_tokens,
     query_projection,
+    refuse_keys_and_values,
 )
 from softfree.layers.plain import are_plain, is_plain
 from softfree.layers.pooling import Sampled
@@ -41,7 +43,153 @@ from softfree.ops.value_conv import value_conv
 LEARNED = "learned"
 
 
-class SoftAttention(nn.Module):
+class SoftHeads(nn.Module):
+    """Softmax-free attention of heads that are projected already; the base of layers that project them.
+
+    A subclass makes its projections to queries and values, then calls :meth:`create_sampler`. The settings are those
+    of :class:`SoftAttention`.
+    """
+
+    sampler: nn.Module
+    value_conv: "ValueConv | None"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        sequence: bool = False,
+        volume: bool = False,
+        normalize: bool = True,
+        inverse: str = "newton",
+        iterations: int = 20,
+        start: str = "halving",
+        ridge: float | None = None,
+        order: int = 2,
+        query_norm: bool = False,
+        bandwidth: float | str = 1.0,
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        check_heads(dim, num_heads)
+        check_backend(backend)
+        if sequence and volume:
+            raise ValueError("sequence and volume: tokens are one or the other")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        settings = InverseSettings.of(inverse, iterations, start, ridge, order)
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.sequence = sequence
+        self.volume = volume
+        self.normalize = normalize
+        self.inverse, self.iterations, self.start, self.ridge, self.order = settings
+        self.backend = backend
+        self.query_norm = query_norm
+        self.dropout = dropout
+        self.bandwidth, learned = parse_bandwidth(bandwidth)
+        self.log_bandwidth = nn.Parameter(torch.empty(num_heads)) if learned else None
+        self.reset_bandwidth()
+
+    def create_sampler(
+        self, landmarks: Landmarks, stride: int, value_conv: int, strict: bool = True
+    ) -> None:
+        """What makes landmarks, and the convolution of the values."""
+        kind = dict(sequence=self.sequence, volume=self.volume)
+        self.sampler = create_sampler(landmarks, self.head_dim, stride, strict=strict, **kind)
+        self.value_conv = create_value_conv(self.num_heads, value_conv, **kind)
+
+    def reset_bandwidth(self) -> None:
+        """Learned bandwidths as they begin."""
+        if self.log_bandwidth is not None:
+            nn.init.constant_(self.log_bandwidth, math.log(self.bandwidth))
+
+    @property
+    def inverse_settings(self) -> InverseSettings:
+        """Of the operator's inverse, as one record."""
+        return InverseSettings(self.inverse, self.iterations, self.start, self.ridge, self.order)
+
+    def extra_repr(self) -> str:
+        kind = "SOFT++" if self.normalize else "SOFT"
+        how = f"iterations={self.iterations}, start={self.start}"
+        if self.inverse == "solve":
+            how = f"inverse=solve, order={self.order}, ridge={self.ridge:g}"
+        if self.query_norm:
+            how += ", query_norm"
+        if self.log_bandwidth is not None or self.bandwidth != 1:
+            how += f", bandwidth={self.bandwidth:g}"
+        if self.log_bandwidth is not None:
+            how += ", learned"
+        return f"{kind}, heads={self.num_heads}, {how}"
+
+    def attend(
+        self,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        size: AnySize = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Projected heads to what they attend to.
+
+        Args:
+            q: (batch, heads, n_q, d); None: the keys are the queries, and the values are convolved, too.
+            k, v: (batch, heads, n, d), with ``size`` and ``mask`` (batch, n).
+
+        Returns:
+            (batch, n_q, heads * d)
+        """
+        keys, sampled = self.keys_and_landmarks(k, size, mask)
+        queries = keys if q is None else self._by_width(self._normed(q))
+        landmarks, landmark_mask = sampled
+        out = soft_attention(
+            queries,
+            keys,
+            v,
+            landmarks.to(v.dtype),
+            key_mask=mask,
+            landmark_mask=landmark_mask,
+            normalize=self.normalize,
+            # The matrix itself, the attention to a unit vector a token, is wider than kernels take.
+            backend=self.backend if v.shape[3] == self.head_dim else "torch",
+            inverse=self.inverse,
+            iterations=self.iterations,
+            start=self.start,
+            ridge=self.ridge,
+            order=self.order,
+        )
+        out = out.transpose(1, 2).flatten(2)
+        share = pooled_share(self.sampler, sampled, k.shape[2], size, mask)
+        if share is not None:
+            out = out * (share.to(out.dtype)[:, None, None] if isinstance(share, Tensor) else share)
+        if self.value_conv is not None and q is None:
+            out = self.value_conv(v.transpose(1, 2).flatten(2), size, mask, out)
+        return F.dropout(out, self.dropout, self.training) if self.dropout else out
+
+    def split(self, x: Tensor) -> Tensor:
+        """(batch, tokens, heads * d) to (batch, heads, tokens, d)."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def keys_and_landmarks(
+        self, q: Tensor, size: AnySize = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Sampled]:
+        """What the kernel compares, from the projected (batch, heads, n, d): keys, and landmarks with their mask."""
+        keys = self._normed(q)
+        landmarks, landmark_mask = self.sampler(keys, size, mask)
+        return self._by_width(keys), (self._by_width(landmarks), landmark_mask)
+
+    def _normed(self, q: Tensor) -> Tensor:
+        return normed(q) if self.query_norm else q
+
+    def _by_width(self, x: Tensor) -> Tensor:
+        """(batch, heads, tokens, d) over the bandwidth."""
+        if self.log_bandwidth is not None:
+            return x * (-self.log_bandwidth).exp().to(x.dtype)[:, None, None]
+        return x if self.bandwidth == 1 else x / self.bandwidth
+
+
+class SoftAttention(SoftHeads):
     r"""Softmax-free attention of images or sequences (SOFT++, or SOFT with ``normalize=False``).
 
     Queries double as keys, :math:`W_q = W_k`; per head :math:`X = \kappa(Q, L) Y' (\kappa(L, Q) V)` with
@@ -50,6 +198,8 @@ class SoftAttention(nn.Module):
     X is a sum over n tokens. Where the windows of ``stride`` are more than a largest count of landmarks, n
     grows and the landmarks, which normalise the sum, do not. X is then multiplied by landmarks over windows,
     so that an enlarged image has the output of the image itself.
+
+    There is no causal mask: every token attends through the landmarks, and these are made of all tokens.
 
     Args:
         dim: channels; a multiple of ``num_heads``.
@@ -61,12 +211,16 @@ class SoftAttention(nn.Module):
         value_conv: side of the depthwise convolution of V over the image (one filter per head); 0: none.
             Cross-attention leaves it out, since there the values lie at other places than the queries.
         sequence: tokens are a sequence (``size=None``); ``value_conv`` then runs along it.
+        volume: tokens are a video or a volume (``size=(T, H, W)``): windows and convolutions are cubes.
         normalize: SOFT++ (True) or SOFT (False).
         inverse, iterations, start, ridge, order, backend: see :func:`softfree.soft_attention`.
         query_norm: a norm of each head's queries over its channels, before landmarks are sampled from them. Tokens
             then start, and stay, at distances that the kernel tells apart.
         bandwidth: width of the kernel, by which queries and landmarks are divided: a number, or ``"learned"``,
             one per head that starts at 1 (``"learned:1.4"``: at 1.4).
+        context_dim: channels of the ``context``, which has to be given then; queries have a projection of their own.
+        dropout: of what heads attend to, before the projection at the end: there is no matrix of weights
+            whose entries could be dropped.
         qv_bias: biases of the projections to queries and values.
         query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
             further apart.
@@ -83,6 +237,9 @@ class SoftAttention(nn.Module):
         >>> words = softfree.SoftAttention(dim=64, num_heads=2, landmarks="average", stride=4, sequence=True)
         >>> words(torch.randn(2, 100, 64), mask=torch.rand(2, 100) > 0.1).shape
         torch.Size([2, 100, 64])
+        >>> video = softfree.SoftAttention(dim=64, num_heads=2, stride=2, value_conv=3, volume=True)
+        >>> video(torch.randn(1, 8 * 14 * 14, 64), size=(8, 14, 14)).shape
+        torch.Size([1, 1568, 64])
     """
 
     def __init__(
@@ -94,6 +251,7 @@ class SoftAttention(nn.Module):
         stride: int = 8,
         value_conv: int = 0,
         sequence: bool = False,
+        volume: bool = False,
         normalize: bool = True,
         inverse: str = "newton",
         iterations: int = 20,
@@ -102,6 +260,8 @@ class SoftAttention(nn.Module):
         order: int = 2,
         query_norm: bool = False,
         bandwidth: float | str = 1.0,
+        context_dim: int | None = None,
+        dropout: float = 0.0,
         qv_bias: bool = True,
         query_gain: float = 1.0,
         output_gain: float = 1.0,
@@ -109,28 +269,29 @@ class SoftAttention(nn.Module):
         backend: str = "auto",
         strict_landmarks: bool = True,
     ):
-        super().__init__()
-        check_heads(dim, num_heads)
         gains = dict(query_gain=query_gain, output_gain=output_gain, landmark_gain=landmark_gain)
         for name, gain in gains.items():
             if not gain > 0:
                 raise ValueError(f"{name} must be > 0, got {gain}")
-        check_backend(backend)
-        settings = InverseSettings.of(inverse, iterations, start, ridge, order)
-        self.num_heads = num_heads
-        self.head_dim = dim // num_heads
-        self.sequence = sequence
-        self.normalize = normalize
-        self.inverse, self.iterations, self.start, self.ridge, self.order = settings
-        self.backend = backend
-        self.query_norm = query_norm
-        self.bandwidth, learned = parse_bandwidth(bandwidth)
-        self.log_bandwidth = nn.Parameter(torch.empty(num_heads)) if learned else None
-        self.qv = nn.Linear(dim, 2 * dim, bias=qv_bias)
-        self.sampler = create_sampler(
-            landmarks, self.head_dim, stride, sequence=sequence, strict=strict_landmarks
+        super().__init__(
+            dim,
+            num_heads,
+            sequence=sequence,
+            volume=volume,
+            normalize=normalize,
+            inverse=inverse,
+            iterations=iterations,
+            start=start,
+            ridge=ridge,
+            order=order,
+            query_norm=query_norm,
+            bandwidth=bandwidth,
+            dropout=dropout,
+            backend=backend,
         )
-        self.value_conv = create_value_conv(num_heads, value_conv, sequence)
+        self.qv = nn.Linear(context_dim or dim, 2 * dim, bias=qv_bias)
+        self.q = nn.Linear(dim, dim, bias=qv_bias) if context_dim else None
+        self.create_sampler(landmarks, stride, value_conv, strict_landmarks)
         self.proj = nn.Linear(dim, dim)
         if landmark_gain != 1 and not isinstance(self.sampler, ConvLandmarks):
             raise ValueError(
@@ -140,103 +301,50 @@ class SoftAttention(nn.Module):
         self.query_gain, self.output_gain, self.landmark_gain = gains.values()
         self.apply_gains()
 
-    @property
-    def inverse_settings(self) -> InverseSettings:
-        """Of the operator's inverse, as one record."""
-        return InverseSettings(self.inverse, self.iterations, self.start, self.ridge, self.order)
-
     @torch.no_grad()
     def apply_gains(self) -> None:
         """Multiply weights that were just drawn by the gains; a model that draws them anew calls it after that.
 
         Learned bandwidths begin here, too.
         """
-        self.qv.weight[: self.qv.in_features].mul_(self.query_gain)
+        self.qv.weight[: self.proj.in_features].mul_(self.query_gain)
+        if self.q is not None:
+            self.q.weight.mul_(self.query_gain)
         self.proj.weight.mul_(self.output_gain)
         if isinstance(self.sampler, ConvLandmarks):
             nn.init.constant_(self.sampler.norm.weight, self.landmark_gain)
-        if self.log_bandwidth is not None:
-            nn.init.constant_(self.log_bandwidth, math.log(self.bandwidth))
-
-    def extra_repr(self) -> str:
-        kind = "SOFT++" if self.normalize else "SOFT"
-        how = f"iterations={self.iterations}, start={self.start}"
-        if self.inverse == "solve":
-            how = f"inverse=solve, order={self.order}, ridge={self.ridge:g}"
-        if self.query_norm:
-            how += ", query_norm"
-        if self.log_bandwidth is not None or self.bandwidth != 1:
-            how += f", bandwidth={self.bandwidth:g}"
-        if self.log_bandwidth is not None:
-            how += ", learned"
-        return f"{kind}, heads={self.num_heads}, {how}"
+        self.reset_bandwidth()
 
     def forward(
         self,
         x: Tensor,
-        size: Size = None,
+        size: AnySize = None,
         mask: Tensor | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
+        refuse_keys_and_values(size)
         source = x if context is None else context
-        check_tokens(x, source, mask, self.qv.in_features)
-        check_size(size, source.shape[1], self.sequence)
+        if self.q is not None and context is None:
+            raise ValueError("context: this layer was built with context_dim, give the tokens")
+        check_tokens(x, source, mask, self.proj.in_features, self.qv.in_features)
+        check_size(size, source.shape[1], self.sequence, self.volume)
         if context is None and mask is None and size is not None and self._is_one_operator(x):
-            return self._attend_at_once(x, size)
-        q, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
-        values = v.transpose(1, 2)
-        keys, sampled = self.keys_and_landmarks(q.transpose(1, 2), size, mask)
-        landmarks, landmark_mask = sampled
-        queries = keys
-        if context is not None:
-            queries = query_projection(self.qv, x)
-            queries = queries.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            queries = self._by_width(self._normed(queries))
-        out = soft_attention(
-            queries,
-            keys,
-            values,
-            landmarks.to(values.dtype),
-            key_mask=mask,
-            landmark_mask=landmark_mask,
-            normalize=self.normalize,
-            backend=self.backend,
-            inverse=self.inverse,
-            iterations=self.iterations,
-            start=self.start,
-            ridge=self.ridge,
-            order=self.order,
-        )
-        out = out.transpose(1, 2).flatten(2)
-        share = pooled_share(self.sampler, sampled, source.shape[1], size, mask)
-        if share is not None:
-            out = out * (share.to(out.dtype)[:, None, None] if isinstance(share, Tensor) else share)
-        if self.value_conv is not None and context is None:
-            out = self.value_conv(v.flatten(2), size, mask, out)
-        return self.proj(out)
-
-    def keys_and_landmarks(
-        self, q: Tensor, size: Size = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Sampled]:
-        """What the kernel compares, from the projected (batch, heads, n, d): keys, and landmarks with their mask."""
-        keys = self._normed(q)
-        landmarks, landmark_mask = self.sampler(keys, size, mask)
-        return self._by_width(keys), (self._by_width(landmarks), landmark_mask)
-
-    def _normed(self, q: Tensor) -> Tensor:
-        return normed(q) if self.query_norm else q
-
-    def _by_width(self, x: Tensor) -> Tensor:
-        """(batch, heads, tokens, d) over the bandwidth."""
-        if self.log_bandwidth is not None:
-            return x * (-self.log_bandwidth).exp().to(x.dtype)[:, None, None]
-        return x if self.bandwidth == 1 else x / self.bandwidth
+            return self._attend_at_once(x, (size[0], size[1]))
+        k, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
+        q = None
+        if self.q is not None:
+            q = self.split(self.q(x))
+        elif context is not None:
+            q = self.split(query_projection(self.qv, x))
+        return self.proj(self.attend(q, k.transpose(1, 2), v.transpose(1, 2), size, mask))
 
     def _is_one_operator(self, x: Tensor) -> bool:
         """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
         sampler: Any = self.sampler
         conv: Any = self.value_conv
         if self.query_norm or self.bandwidth != 1 or self.log_bandwidth is not None:
+            return False
+        if self.volume or (self.dropout and self.training):
             return False
         if not (
             are_plain((self.qv, nn.Linear), (self.proj, nn.Linear), (conv, ValueConv))
@@ -284,9 +392,11 @@ class ValueConv(nn.Module):
     Prefix tokens (a class token) pass unchanged; masked tokens count as 0.
     """
 
-    def __init__(self, num_heads: int, kernel_size: int, sequence: bool = False):
+    def __init__(
+        self, num_heads: int, kernel_size: int, sequence: bool = False, volume: bool = False
+    ):
         super().__init__()
-        window = (kernel_size,) if sequence else (kernel_size, kernel_size)
+        window = (kernel_size,) * (1 if sequence else 3 if volume else 2)
         self.weight = nn.Parameter(torch.empty(num_heads, 1, *window))
         self.reset_parameters()
 
@@ -297,7 +407,7 @@ class ValueConv(nn.Module):
         return f"heads={self.weight.shape[0]}, kernel_size={self.weight.shape[-1]}"
 
     def forward(
-        self, v: Tensor, size: Size, mask: Tensor | None = None, base: Tensor | None = None
+        self, v: Tensor, size: AnySize, mask: Tensor | None = None, base: Tensor | None = None
     ) -> Tensor:
         """(batch, tokens, channels) to the same shape, added to ``base`` of that shape if it is given."""
         if mask is not None:
@@ -308,7 +418,7 @@ class ValueConv(nn.Module):
             padding = self.weight.shape[-1] // 2
             out = F.conv1d(v.mT, weight, padding=padding, groups=channels).mT
             return out if base is None else base + out
-        prefix = v.shape[1] - size[0] * size[1]
+        prefix = v.shape[1] - math.prod(size)
         if not prefix:
             return value_conv(v, self.weight, size, base)
         first, image = v[:, :prefix], v[:, prefix:]
@@ -338,11 +448,13 @@ def parse_bandwidth(bandwidth: float | str) -> tuple[float, bool]:
     return float(width), learned
 
 
-def create_value_conv(num_heads: int, kernel_size: int, sequence: bool) -> ValueConv | None:
+def create_value_conv(
+    num_heads: int, kernel_size: int, sequence: bool, volume: bool = False
+) -> ValueConv | None:
     """The convolution of an attention's values; None for 0."""
     if kernel_size < 0 or (kernel_size and kernel_size % 2 == 0):
         raise ValueError(f"value_conv must be 0 or an odd number, got {kernel_size}")
-    return ValueConv(num_heads, kernel_size, sequence) if kernel_size else None
+    return ValueConv(num_heads, kernel_size, sequence, volume) if kernel_size else None
 
 
 class SoftmaxAttention(MultiHeadAttention):

@@ -7,7 +7,7 @@ from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention
-from softfree.layers.landmarks import Size
+from softfree.layers.landmarks import AnySize
 from softfree.layers.plain import are_plain, is_plain
 from softfree.ops.mlp import mlp
 from softfree.ops.norm import add_norm
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
     Args:
         dim: channels.
-        attention: called as ``attention(x, size, mask)``.
+        attention: called as ``attention(x, size, mask)``, with the context after them where there is one.
         mlp_dim: hidden channels of the MLP; None: four times ``dim``.
         drop_path: probability that a sample skips a branch in training (stochastic depth).
         attn_drop: dropout of what the attention adds.
@@ -76,12 +76,20 @@ class Block(nn.Module):
         self.attn_drop = nn.Dropout(attn_drop) if attn_drop > 0 else nn.Identity()
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor, size: Size = None, mask: Tensor | None = None) -> Tensor:
-        """(batch, tokens, dim) to the same shape."""
+    def forward(
+        self,
+        x: Tensor,
+        size: AnySize = None,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """(batch, tokens, dim) to the same shape; ``size`` and ``mask`` are the context's where there is one."""
+        # Positional, as hooks on the attention expect, and without a word on contexts to those that know none.
+        where = (size, mask) if context is None else (size, mask, context)
         if self.pre_norm:
-            x = x + self.drop_path(self.attn_drop(self.attn(self.norm1(x), size, mask)))
+            x = x + self.drop_path(self.attn_drop(self.attn(self.norm1(x), *where)))
             return x + self.drop_path(self.mlp(self.norm2(x)))
-        attended = self.attn_drop(self.attn(x, size, mask))
+        attended = self.attn_drop(self.attn(x, *where))
         x = _add_and_norm(x, self.drop_path(attended), self.norm1)
         return _add_and_norm(x, self.drop_path(self.mlp(x)), self.norm2)
 

@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "softpp": dict(normalize=True, start="halving", ridge=0.0),
 }
 # What a model says itself, not its user.
-GIVEN = {"grid", "sequence"}
+GIVEN = {"context_dim", "grid", "sequence", "volume"}
 NUMBERS: dict[Any, tuple[type, str]] = {
     int: (numbers.Integral, "a whole number"),
     int | None: (numbers.Integral, "a whole number"),

@@ -76,14 +76,16 @@ def check_heads(dim: int, num_heads: int) -> None:
         )
 
 
-def check_tokens(x: Tensor, source: Tensor, mask: Tensor | None, dim: int) -> None:
+def check_tokens(
+    x: Tensor, source: Tensor, mask: Tensor | None, dim: int, context_dim: int | None = None
+) -> None:
     """Raise if ``x``, the tokens attended to (``x`` itself or a context) or their mask can't be meant."""
-    for name, tokens in (("x", x), ("context", source)):
+    for name, tokens, channels in (("x", x, dim), ("context", source, context_dim or dim)):
         if not isinstance(tokens, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tokens).__name__}")
-        if tokens.ndim != 3 or tokens.shape[2] != dim or tokens.shape[1] == 0:
+        if tokens.ndim != 3 or tokens.shape[2] != channels or tokens.shape[1] == 0:
             raise ValueError(
-                f"{name} must have shape (batch, tokens, {dim}) with at least one token, "
+                f"{name} must have shape (batch, tokens, {channels}) with at least one token, "
                 f"got {tuple(tokens.shape)}"
             )
     if source.shape[0] != x.shape[0]:
@@ -100,22 +102,26 @@ def check_tokens(x: Tensor, source: Tensor, mask: Tensor | None, dim: int) -> No
         )
 
 
+def refuse_keys_and_values(size: Any) -> None:
+    """Raise where a layer is called, by habit, as layer(q, k, v)."""
+    if isinstance(size, Tensor):
+        raise TypeError(
+            "size must be a tuple or None, got a tensor. The layer projects queries, keys and values itself: "
+            "layer(x) attends to x, layer(x, context=tokens) to other tokens; "
+            "softfree.MultiheadSoftAttention is called with (query, key, value)"
+        )
+
+
 def check_size(size: AnySize, tokens: int, sequence: bool, volume: bool = False) -> None:
     """Raise unless ``size`` is that of an image (a volume) of at most ``tokens``, None for sequences."""
+    form, things = ("(T, H, W)", "volumes") if volume else ("(H, W)", "images")
     if sequence:
         if size is not None:
             raise ValueError(f"size must be None with sequence=True, got {size!r}")
         return
-    form, things = ("(T, H, W)", "volumes") if volume else ("(H, W)", "images")
     if size is None:
         raise ValueError(
             f"size must be {form} for {things}; build the layer with sequence=True for none"
-        )
-    given: Any = size
-    if isinstance(given, Tensor):
-        raise TypeError(
-            f"size must be {form}, got a tensor: keys and values of its own are given as "
-            "layer(x, size, context=tokens), projections are inside"
         )
     if len(size) != (3 if volume else 2):
         hint = "" if len(size) != 3 else "; build the layer with volume=True for (T, H, W)"

@@ -480,3 +480,35 @@ def test_gradients_of_normed_queries_are_the_derivatives(size):
 def test_a_bandwidth_that_is_none_is_refused(bandwidth):
     with pytest.raises(ValueError, match=r"bandwidth must be a finite number > 0, 'learned' or"):
         layer(bandwidth=bandwidth)
+
+
+def test_a_context_may_have_channels_of_its_own():
+    attention = layer(context_dim=5, sequence=True, query_norm=True)
+    x, context = tokens(6), torch.randn(2, 9, 5, dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor([[9], [4]])
+    out = attention(x, None, mask, context)
+    k, v = attention.qv(context).chunk(2, -1)
+    expected = attention.attend(heads(attention.q(x)), heads(k), heads(v), None, mask)
+    torch.testing.assert_close(out, attention.proj(expected))
+    out.sum().backward()
+    assert all(p.grad is not None for p in attention.parameters())
+    with pytest.raises(ValueError, match="context: this layer was built with context_dim"):
+        attention(x)
+    with pytest.raises(ValueError, match=r"context must have shape \(batch, tokens, 5\)"):
+        attention(x, context=x)
+
+
+def test_dropout_is_of_what_heads_attend_to_and_in_training_alone():
+    attention, x = layer(dropout=0.5, sequence=True), tokens(20)
+    torch.testing.assert_close(attention(x), attention(x))
+    attention.train()
+    assert not torch.equal(attention(x), attention(x))
+    with pytest.raises(ValueError, match="dropout must lie in"):
+        layer(dropout=1.0)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_queries_keys_and_values_by_habit_get_an_error_that_names_the_context(sequence):
+    x = tokens(6)
+    with pytest.raises(TypeError, match="context=tokens.*MultiheadSoftAttention"):
+        layer(sequence=sequence)(x, x, x)

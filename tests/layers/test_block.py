@@ -156,3 +156,20 @@ def test_attn_drop_acts_on_the_attention_alone_and_in_training_alone():
     torch.testing.assert_close(b.train()(x), x + b.mlp(b.norm2(x)))
     y = x + b.attn(b.norm1(x))
     torch.testing.assert_close(b.eval()(x), y + b.mlp(b.norm2(y)))
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+def test_a_block_attends_to_a_context(pre_norm):
+    block = softfree.SoftBlock(
+        8, 2, landmarks="average", stride=2, sequence=True, context_dim=5, pre_norm=pre_norm
+    ).eval()
+    x, context = torch.randn(2, 6, 8), torch.randn(2, 9, 5)
+    mask = torch.arange(9) < torch.tensor([[9], [4]])
+    out = block(x, None, mask, context=context)
+    if pre_norm:
+        middle = x + block.attn(block.norm1(x), None, mask, context)
+        expected = middle + block.mlp(block.norm2(middle))
+    else:
+        middle = block.norm1(x + block.attn(x, None, mask, context))
+        expected = block.norm2(middle + block.mlp(middle))
+    torch.testing.assert_close(out, expected)

@@ -4,9 +4,11 @@ import itertools
 import math
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 
+import softfree
 from softfree.layers.landmarks import AverageLandmarks, create_sampler, pooled_share
 from softfree.ops.value_conv import value_conv
 
@@ -100,3 +102,56 @@ def test_the_value_convolution_is_depthwise_in_three_dimensions(size):
     torch.testing.assert_close(value_conv(v, weight, size), expected.flatten(1, 3))
     base = torch.randn_like(v)
     torch.testing.assert_close(value_conv(v, weight, size, base), base + expected.flatten(1, 3))
+
+
+@pytest.mark.parametrize("spec", ["average", "average:9", "conv", "conv:9", "random:9", "first:9"])
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("value_conv", [0, 3])
+def test_a_layer_of_a_volume_is_the_operator_between_its_projections(spec, prefix, value_conv):
+    size = (3, 5, 2)
+    layer = softfree.SoftAttention(
+        8, 2, landmarks=spec, stride=2, value_conv=value_conv, volume=True
+    )
+    layer = layer.double().eval()
+    x = torch.randn(2, prefix + 30, 8, dtype=torch.float64)
+    q, v = layer.qv(x).chunk(2, -1)
+    heads, values = (t.unflatten(2, (2, 4)).transpose(1, 2) for t in (q, v))
+    landmarks, mask = layer.sampler(heads, size)
+    out = softfree.soft_attention(heads, None, values, landmarks, backend="reference")
+    share = pooled_share(layer.sampler, (landmarks, mask), x.shape[1], size)
+    out = (out * (1 if share is None else share)).transpose(1, 2).flatten(2)
+    if value_conv:
+        moved = value_conv_of(v[:, prefix:], layer.value_conv.weight, size)
+        out = out + torch.cat([v[:, :prefix], moved], 1)
+    torch.testing.assert_close(layer(x, size), layer.proj(out))
+
+
+def value_conv_of(v, weight, size):
+    filters = weight.repeat_interleave(v.shape[2] // weight.shape[0], 0)
+    volume = v.mT.unflatten(2, size)
+    return F.conv3d(volume, filters, padding="same", groups=v.shape[2]).flatten(2).mT
+
+
+def test_one_frame_is_the_image_with_average_landmarks():
+    torch.manual_seed(0)
+    image = softfree.SoftAttention(8, 2, landmarks="average", stride=2)
+    video = softfree.SoftAttention(8, 2, landmarks="average", stride=2, volume=True)
+    video.load_state_dict(image.state_dict())
+    x = torch.randn(2, 35, 8)
+    torch.testing.assert_close(video(x, (1, 7, 5)), image(x, (7, 5)))
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    video = softfree.SoftAttention(8, 2, landmarks="average", volume=True)
+    image = softfree.SoftAttention(8, 2, landmarks="average")
+    x = torch.randn(1, 8, 8)
+    with pytest.raises(ValueError, match=r"size must be \(T, H, W\), got \(2, 4\)"):
+        video(x, (2, 4))
+    with pytest.raises(ValueError, match=r"got \(2, 2, 2\); build the layer with volume=True"):
+        image(x, (2, 2, 2))
+    with pytest.raises(ValueError, match=r"size must be \(T, H, W\) of at most the 8 tokens"):
+        video(x, (2, 2, 3))
+    with pytest.raises(ValueError, match="sequence and volume"):
+        softfree.SoftAttention(8, 2, volume=True, sequence=True)
+    with pytest.raises(TypeError, match="volume"):
+        timm.create_model("softpp_tiny", volume=True)
