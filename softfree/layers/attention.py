@@ -204,7 +204,7 @@ class SoftAttention(SoftHeads):
     Args:
         dim: channels; a multiple of ``num_heads``.
         num_heads: heads.
-        landmarks: sampler and count: ``"conv"``, ``"average"``, ``"random"`` or ``"first"``, alone (their
+        landmarks: sampler and count: ``"conv"``, ``"average"``, ``"random"``, ``"first"`` or ``"spread"``, alone (their
             number grows with the input: one per ``stride`` x ``stride`` window) or with the largest
             count, ``"conv:49"``, which makes the cost linear in the tokens at any size.
         stride: side of the window behind one landmark (its length, for sequences).
@@ -227,7 +227,7 @@ class SoftAttention(SoftHeads):
         output_gain: the same for those of the projection at the end.
         landmark_gain: the same for those of the norm of convolution landmarks. With 1, as in the authors' code,
             landmarks start far from all tokens, and the attention at next to 0; with 0.25, among them.
-        strict_landmarks: "random" and "first" raise when there are fewer tokens than landmarks.
+        strict_landmarks: "random", "first" and "spread" raise when there are fewer tokens than landmarks.
 
     Example:
         >>> import torch, softfree

@@ -27,8 +27,8 @@ from softfree.ops.window_product import cross_the_border, window_grid, window_pr
 Grid = tuple[int, ...]
 Size = tuple[int, int] | None
 AnySize = Grid | None
-SamplerName = Literal["conv", "average", "random", "first"]
-SAMPLERS: tuple[SamplerName, ...] = ("conv", "average", "random", "first")
+SamplerName = Literal["conv", "average", "random", "first", "spread"]
+SAMPLERS: tuple[SamplerName, ...] = ("conv", "average", "random", "first", "spread")
 DEFAULT_COUNT = 49
 
 
@@ -94,8 +94,7 @@ def create_sampler(
         return ConvLandmarks(head_dim, stride, count, sequence=sequence, volume=volume)
     if sampler == "average":
         return AverageLandmarks(stride, count)
-    chosen = RandomLandmarks if sampler == "random" else FirstLandmarks
-    return chosen(count or DEFAULT_COUNT, strict=strict)
+    return _CHOOSERS[sampler](count or DEFAULT_COUNT, strict=strict)
 
 
 class _WindowLandmarks(nn.Module):
@@ -245,13 +244,17 @@ class _TokenLandmarks(nn.Module):
         """``count`` different positions below ``tokens``, rising; a row each if ``tokens`` is (batch, 1)."""
         raise NotImplementedError
 
-    def forward(self, q: Tensor, size: AnySize, mask: Tensor | None = None) -> Sampled:
-        tokens = q.shape[2]
+    def check(self, tokens: int) -> None:
+        """Raise if there are fewer tokens than landmarks, unless that is allowed."""
         if self.strict and self.count > tokens:
             raise ValueError(
                 f"landmarks: {self.count} of the tokens were asked for, but there are only {tokens}; "
                 f"give a count of at most {tokens}"
             )
+
+    def forward(self, q: Tensor, size: AnySize, mask: Tensor | None = None) -> Sampled:
+        tokens = q.shape[2]
+        self.check(tokens)
         count = smaller(self.count, tokens)
         if mask is None:
             return q[:, :, self.choose(tokens, count, q.device)], None
@@ -293,6 +296,58 @@ class RandomLandmarks(_TokenLandmarks):
         first, length = bounds[..., :-1], bounds.diff()
         # The bound matters where a product just below the length is rounded up to it.
         return first + torch.minimum((within * length).long(), length - 1)
+
+
+class SpreadLandmarks(_TokenLandmarks):
+    """``count`` tokens that lie far apart: each head's next one is the farthest from those it has.
+
+    They begin with the token that is farthest from the mean (farthest-point sampling, the greedy k-centre). The choice
+    depends on the tokens alone, takes time linear in them, and has no gradient; the landmarks have that of their tokens.
+
+    Example:
+        >>> import torch
+        >>> q = torch.tensor([0.0, 0.1, 5.0, 5.1, 9.0]).view(1, 1, 5, 1)
+        >>> SpreadLandmarks(3)(q, None)[0].flatten()
+        tensor([9.0000, 0.0000, 5.0000])
+    """
+
+    def forward(self, q: Tensor, size: AnySize, mask: Tensor | None = None) -> Sampled:
+        tokens = q.shape[2]
+        self.check(tokens)
+        # An exporter that does not know the size makes all of them, of which the last may be masked.
+        known = isinstance(tokens, int) and not torch.jit.is_tracing()
+        count = min(self.count, tokens) if known else self.count
+        chosen = self.places(q.detach(), count, mask)
+        landmarks = q.take_along_dim(chosen[..., None], 2)
+        ranks = torch.arange(count, device=q.device)
+        if mask is not None:
+            return landmarks, ranks < mask.sum(1, keepdim=True)
+        return landmarks, None if known else (ranks < tokens).expand(q.shape[0], -1)
+
+    @torch.no_grad()
+    def places(self, q: Tensor, count: int, mask: Tensor | None) -> Tensor:
+        """Where the landmarks are, (batch, heads, count), in the order of their choice; those beyond the real are 0."""
+        q = q.to(compute_dtype(q.dtype))
+        if mask is None:
+            centre = q.mean(2, keepdim=True)
+            real = torch.ones_like(q[..., 0], dtype=torch.bool)
+        else:
+            real = mask[:, None].expand(q.shape[:3])
+            q = torch.where(real[..., None], q, 0)
+            centre = q.sum(2, keepdim=True) / real.sum(2)[..., None, None].clamp(min=1)
+        nearest = (q - centre).square().sum(-1)
+        chosen = []
+        for number in range(count):
+            # Chosen tokens are behind all others, so that tokens which equal them come before they come again.
+            place = torch.where(real, nearest, -torch.inf).argmax(2, keepdim=True)
+            chosen.append(place)
+            real = real.scatter(2, place, False)
+            distance = (q - q.take_along_dim(place[..., None], 2)).square().sum(-1)
+            nearest = distance if number == 0 else torch.minimum(nearest, distance)
+        return torch.cat(chosen, 2)
+
+
+_CHOOSERS = {"random": RandomLandmarks, "first": FirstLandmarks, "spread": SpreadLandmarks}
 
 
 def pooled_share(

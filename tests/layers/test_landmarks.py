@@ -12,6 +12,7 @@ from softfree.layers.landmarks import (
     FirstLandmarks,
     LandmarkSpec,
     RandomLandmarks,
+    SpreadLandmarks,
     create_sampler,
 )
 
@@ -249,21 +250,24 @@ def test_random_landmarks_reach_every_token():
     assert seen == set(range(10))
 
 
-@pytest.mark.parametrize("sampler", ["random", "first"])
+@pytest.mark.parametrize("sampler", ["random", "first", "spread"])
 def test_more_landmarks_than_tokens_are_refused_with_what_would_work(sampler):
     build = create_sampler((sampler, 10), CHANNELS, 1)
     with pytest.raises(ValueError, match=r"10 of the tokens were asked for.*only 6.*at most 6"):
         build(queries(6), (2, 3))
 
 
-@pytest.mark.parametrize("sampler", ["random", "first"])
+@pytest.mark.parametrize("sampler", ["random", "first", "spread"])
 def test_a_lenient_sampler_takes_all_tokens_there_are(sampler):
     q = queries(6)
     landmarks, _ = create_sampler((sampler, 10), CHANNELS, 1, strict=False)(q, (2, 3))
-    assert torch.equal(landmarks, q)
+    # Spread-out tokens come in the order of their choice.
+    assert torch.equal(landmarks.sort(2).values, q.sort(2).values)
 
 
-@pytest.mark.parametrize("spec", ["average", "average:3", "conv", "conv:3", "first:5", "random:5"])
+@pytest.mark.parametrize(
+    "spec", ["average", "average:3", "conv", "conv:3", "first:5", "random:5", "spread:5"]
+)
 @pytest.mark.parametrize("size", [(7, 5), None])
 def test_masked_tokens_do_not_matter_to_the_landmarks(spec, size):
     sampler = create_sampler(spec, CHANNELS, 2, sequence=size is None).double().eval()
@@ -285,7 +289,7 @@ def test_a_window_without_real_tokens_gives_no_landmark():
     assert landmark_mask.tolist() == [[True, True, False]]
 
 
-@pytest.mark.parametrize("spec", ["first:5", "random:5"])
+@pytest.mark.parametrize("spec", ["first:5", "random:5", "spread:5"])
 @pytest.mark.parametrize("real", [1, 3, 5, 6, 17])
 def test_tokens_are_chosen_among_the_real_ones_as_if_there_were_no_others(spec, real):
     sampler = create_sampler(spec, CHANNELS, 1, strict=False).double().eval()
@@ -298,7 +302,9 @@ def test_tokens_are_chosen_among_the_real_ones_as_if_there_were_no_others(spec, 
     assert not landmark_mask[1].any()
 
 
-@pytest.mark.parametrize("spec", ["average", "average:3", "conv", "conv:3", "first:3", "random:3"])
+@pytest.mark.parametrize(
+    "spec", ["average", "average:3", "conv", "conv:3", "first:3", "random:3", "spread:3"]
+)
 @pytest.mark.parametrize("size", [(7, 5), None])
 def test_a_mask_of_real_tokens_alone_changes_nothing(spec, size):
     sampler = create_sampler(spec, CHANNELS, 2, sequence=size is None).double().eval()
@@ -322,11 +328,54 @@ def test_padding_a_sequence_does_not_change_its_fixed_number_of_landmarks(spec, 
 
 @pytest.mark.parametrize("spec", [*SAMPLERS, "conv:4", "average:4"])
 def test_landmarks_keep_the_gradient_of_the_tokens(spec):
-    spec = f"{spec}:4" if spec in ("random", "first") else spec
+    spec = f"{spec}:4" if spec in ("random", "first", "spread") else spec
     q = queries(35).requires_grad_()
     landmarks, _ = create_sampler(spec, CHANNELS, 2).double()(q, (7, 5))
     (grad,) = torch.autograd.grad(landmarks.square().sum(), q)
     assert grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_each_spread_landmark_is_the_farthest_token_from_those_before_it(count):
+    q = queries(20)
+    landmarks, mask = SpreadLandmarks(count)(q, None)
+    assert mask is None and landmarks.shape == (2, HEADS, count, CHANNELS)
+    centre = (q - q.mean(2, keepdim=True)).norm(dim=-1)
+    first = q.take_along_dim(centre.argmax(2)[..., None, None], 2)
+    torch.testing.assert_close(landmarks[:, :, :1], first)
+    for number in range(1, count):
+        away = torch.cdist(q, landmarks[:, :, :number]).amin(3).amax(2)
+        found = torch.cdist(landmarks[:, :, number : number + 1], landmarks[:, :, :number])
+        torch.testing.assert_close(found.amin((2, 3)), away)
+
+
+def test_spread_landmarks_take_equal_tokens_last_and_no_token_twice():
+    values = queries(12)
+    q = values[:, :, torch.arange(24) % 12]
+    landmarks, _ = SpreadLandmarks(12)(q, None)
+    torch.testing.assert_close(landmarks.sort(2).values, values.sort(2).values)
+    every, _ = SpreadLandmarks(24)(q, None)
+    torch.testing.assert_close(every.sort(2).values, q.sort(2).values)
+
+
+def test_spread_landmarks_do_not_depend_on_the_order_nor_on_training():
+    q = queries(30)
+    sampler = SpreadLandmarks(7)
+    landmarks, _ = sampler(q, None)
+    torch.testing.assert_close(sampler(q[:, :, torch.randperm(30)], None)[0], landmarks)
+    torch.testing.assert_close(sampler.eval()(q, None)[0], landmarks)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_spread_landmarks_compile_as_one_graph(masked):
+    torch.compiler.reset()
+    q, mask = queries(30), torch.rand(2, 30) > 0.3 if masked else None
+    sampler = SpreadLandmarks(5)
+    compiled = torch.compile(sampler, fullgraph=True, backend="aot_eager")
+    found, present = compiled(q, None, mask)
+    expected, expected_mask = sampler(q, None, mask)
+    torch.testing.assert_close(found, expected)
+    assert present is None if mask is None else torch.equal(present, expected_mask)
 
 
 def test_conv_landmarks_of_images_and_sequences_are_not_mistaken_for_each_other():
