@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from softfree.analysis.measure import Work, first_line, measure, relate, time_call, time_in_turn
-from softfree.analysis.plots import LABELS, Line, draw_against_tokens
+from softfree.analysis.plots import COLOURS, LABELS, Line, draw_against_tokens, shades
 from softfree.layers import ATTENTIONS, create_attention
 from softfree.layers.factory import SETTINGS
 from softfree.ops import soft_attention
@@ -308,9 +308,17 @@ def time_curves(costs: Sequence[Cost], figure: str) -> dict[str, list[tuple[int,
 def draw_times(costs: Sequence[Cost], title: str) -> Any:
     """Time against tokens, both axes logarithmic, a colour for each attention."""
     words = {cost.name: cost.label for cost in costs}
-    names = list(words)
+    # Backends of one attention are shades of its colour.
+    by_attention: dict[str, dict[str, None]] = {}
+    for cost in costs:
+        by_attention.setdefault(cost.attention, {})[cost.name] = None
+    colours = {
+        name: shade
+        for attention, names in by_attention.items()
+        for name, shade in zip(names, shades(COLOURS[attention], len(names)), strict=True)
+    }
     lines = [
-        Line(f"{words[name]}, {what}", points, f"C{names.index(name) % 10}", style)
+        Line(f"{words[name]}, {what}", points, colours[name], style)
         for passes, what, style in zip(
             PASSES, ("forward", "forward + backward"), ("o-", "s--"), strict=True
         )
@@ -385,5 +393,5 @@ def draw_memory(rows: Sequence[LayerMemory], title: str) -> Any:
         if points:
             # SOFT and SOFT++ hold the same: both must be seen.
             style = "o--" if name == "softpp" else "o-"
-            lines.append(Line(LABELS[name], points, f"C{LAYERS.index(name)}", style))
+            lines.append(Line(LABELS[name], points, COLOURS[name], style))
     return draw_against_tokens(lines, "MiB, forward and backward", title)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from softfree.analysis.complexity import evaluating
+from softfree.layers.agent import AgentAttention
 from softfree.layers.attention import SoftAttention, SoftmaxAttention
+from softfree.layers.focused import FocusedLinearAttention
 from softfree.layers.landmarks import Size, pooled_share
 from softfree.layers.linformer import LinformerAttention
 from softfree.layers.nystromformer import NystromformerAttention, iterative_inverse
@@ -471,13 +473,27 @@ def _linformer(module: LinformerAttention, q: Tensor, k: Tensor, size: Size) -> 
     return _softmax_scores(q, mixtures @ k), mixtures.mT[None]
 
 
-def _softmax_scores(q: Tensor, k: Tensor) -> Tensor:
-    return torch.softmax(q.shape[-1] ** -0.5 * q @ k.mT, -1)
+def _agent(module: AgentAttention, q: Tensor, k: Tensor, size: Size) -> Factors:
+    agents = module.pool(q[None], size, None)[0][0]
+    bias = module.biases(q.shape[1], size)
+    to_queries, to_keys = (0.0, 0.0) if bias is None else (bias[0].mT.float(), bias[1].float())
+    return _softmax_scores(q, agents, to_queries), _softmax_scores(agents, k, to_keys).mT
+
+
+def _focused(module: FocusedLinearAttention, q: Tensor, k: Tensor, size: Size) -> Factors:
+    left, right = (module.features(t[None])[0] for t in (q, k))
+    return left / (left @ right.sum(-2)[..., None]), right
+
+
+def _softmax_scores(q: Tensor, k: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    return torch.softmax(q.shape[-1] ** -0.5 * q @ k.mT + bias, -1)
 
 
 FACTORS: dict[type[nn.Module], tuple[str, Callable[..., Factors]]] = {
     NystromformerAttention: ("Nyströmformer", _nystromformer),
     PerformerAttention: ("Performer", _performer),
     LinformerAttention: ("Linformer", _linformer),
+    AgentAttention: ("agent attention", _agent),
+    FocusedLinearAttention: ("FLatten", _focused),
 }
 KNOWN = (SoftAttention, SoftmaxAttention, *FACTORS)

@@ -20,6 +20,25 @@ LABELS = {
     "performer": "Performer",
     "nystromformer": "Nyströmformer",
     "reformer": "Reformer",
+    "agent": "agent attention",
+    "flatten": "FLatten",
+    "none": "without attention",
+}
+# An attention has one colour in all plots; ours are warm.
+COLOURS = {
+    "softfree": "#d62728",
+    "softpp": "#ff7f0e",
+    "softpp-solve": "#b8860b",
+    "soft": "#f0b400",
+    "softmax": "#1f77b4",
+    "softmax-unfused": "#8fbfe0",
+    "linformer": "#2ca02c",
+    "performer": "#9467bd",
+    "nystromformer": "#17becf",
+    "reformer": "#8c564b",
+    "agent": "#006d5b",
+    "flatten": "#e377c2",
+    "none": "#7f7f7f",
 }
 MARKERS = "os^Dv"
 LEAST_RANGE = 10  # percent of accuracy that an axis shows
@@ -98,13 +117,30 @@ def draw_against_tokens(
     return picture
 
 
+def shades(colour: str, count: int) -> list[str]:
+    """A colour, and lighter ones of its kind, ``count`` in all.
+
+    Example:
+        >>> shades("#000000", 3)
+        ['#000000', '#595959', '#b2b2b2']
+    """
+    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    light = [0.7 * number / max(count - 1, 1) for number in range(count)]
+    mixed = ([int(part + share * (255 - part)) for part in parts] for share in light)
+    return ["#" + "".join(f"{part:02x}" for part in each) for each in mixed]
+
+
 def draw_bars(
-    names: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float | None]]], title: str
+    names: Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[float | None]]],
+    title: str,
+    colours: Sequence[str] | None = None,
 ) -> Any:
     """One panel per figure, with a group of bars for each name; None leaves a gap.
 
     Args:
         panels: by the panel's words, and then by the legend's, one value for each of ``names``.
+        colours: of each name, lighter for the legend's second words and so on; None: of the legend's words.
     """
     picture = new_figure(2 + 3 * len(panels), 1.4 + 0.5 * len(names))
     row = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -113,7 +149,9 @@ def draw_bars(
             height = 0.8 / len(bars)
             places = [index - 0.4 + (number + 0.5) * height for index in range(len(names))]
             lengths = [value or 0.0 for value in values]
-            axes.barh(places, lengths, height, color=f"C{number}", label=label)
+            most = max(map(len, panels.values()))
+            own = [shades(colour, most)[number] for colour in colours or ()]
+            axes.barh(places, lengths, height, color=own or f"C{number}", label=label)
         axes.set_xlabel(words)
         axes.locator_params(axis="x", nbins=4)  # numbers such as 0.0025 are wide
         axes.grid(axis="x", alpha=0.3)

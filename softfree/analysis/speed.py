@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from softfree.analysis.complexity import count_macs, count_parameters
 from softfree.analysis.measure import Measured, Work, first_line, measure, relate, release
-from softfree.analysis.plots import draw_bars
+from softfree.analysis.plots import COLOURS, draw_bars
 from softfree.models import fold_batch_norms
 from softfree.models.features import PyramidFeatures
 from softfree.training.detection import DETECTORS
@@ -179,7 +179,8 @@ def draw_speeds(
         }
         for figure, words in (("img_per_s", "images per second"), ("peak_gib", "GiB"))
     }
-    return draw_bars(names, panels, title)
+    colours = [COLOURS.get(row.model, "") for row in rows]
+    return draw_bars(names, panels, title, colours if all(colours) else None)
 
 
 def fill(row: Any, kind: str, found: Measured, images: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from softfree.analysis import count_macs, count_parameters
 from softfree.analysis.measure import Work, measure, relate
-from softfree.analysis.plots import LABELS, draw_bars
+from softfree.analysis.plots import COLOURS, LABELS, draw_bars
 from softfree.analysis.speed import new_row, training_step
 from softfree.commands import train
 from softfree.commands.common import (
@@ -62,7 +62,7 @@ class CompareSettings(LongRangeSettings):
     """Settings of `softfree compare`."""
 
     attentions: tuple[str, ...] = ATTENTIONS
-    """among softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer"""
+    """among softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer, agent, flatten"""
     train: bool = True
     """train what is not trained yet; otherwise it is measured without"""
     seconds: float = 2.0
@@ -277,6 +277,11 @@ def write(rows: Sequence[SimpleNamespace], settings: CompareSettings) -> None:
         "1/s: samples per second, of full length; ratio: to softmax.\n"
         "MiB: the most that a training step held beyond weights and input.\n"
         "GMACs: billions of multiply-adds for one sample.",
-        lambda title: draw_bars([LABELS[row.attention] for row in rows], panels, title),
+        lambda title: draw_bars(
+            [LABELS[row.attention] for row in rows],
+            panels,
+            title,
+            [COLOURS[row.attention] for row in rows],
+        ),
         extra=extra,
     )

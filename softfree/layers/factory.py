@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from softfree.layers.agent import AgentAttention
 from softfree.layers.attention import SoftAttention, SoftmaxAttention
+from softfree.layers.focused import FocusedLinearAttention
 from softfree.layers.linformer import LinformerAttention
 from softfree.layers.nystromformer import NystromformerAttention
 from softfree.layers.performer import PerformerAttention
@@ -23,6 +25,8 @@ CLASSES: dict[str, Callable[..., nn.Module]] = {
     "performer": PerformerAttention,
     "nystromformer": NystromformerAttention,
     "reformer": ReformerAttention,
+    "agent": AgentAttention,
+    "flatten": FocusedLinearAttention,
 }
 ATTENTIONS = tuple(CLASSES)
 # What tells SOFT from SOFT++, as in the authors' code; and our own, whose queries are normed.
@@ -50,13 +54,13 @@ def create_attention(
 
     Args:
         name: ``"softfree"``, ``"soft"``, ``"softpp"``, ``"softmax"``, ``"linformer"``, ``"performer"``,
-            ``"nystromformer"``, or for sequences ``"reformer"``.
+            ``"nystromformer"``, ``"agent"``, ``"flatten"``, or for sequences ``"reformer"``.
         dim: channels; a multiple of ``num_heads``.
         num_heads: heads.
         sequence: tokens are a sequence, not an image.
         options: e.g. ``landmarks``, ``stride``, ``value_conv`` (SOFT, Nyströmformer), ``grid``, ``slots``
             (Linformer), ``features``, ``kernel``, ``redraw`` (Performer), ``rounds``, ``buckets``, ``chunk``
-            (Reformer).
+            (Reformer), ``agent_bias`` (agent), ``focus`` (FLatten).
 
     Example:
         >>> import torch

@@ -61,6 +61,51 @@ class MultiHeadAttention(nn.Module):
         return self.proj(self.attend(q, k, v, size, mask).transpose(1, 2).flatten(2))
 
 
+class DepthwiseConv(nn.Module):
+    """Depthwise convolution of values with a filter and a bias for each of ``channels``.
+
+    Those are the channels of a head, which then share filters, or of all heads. Prefix tokens (a class token) get 0;
+    masked tokens count as 0.
+    """
+
+    def __init__(self, channels: int, kernel_size: int, sequence: bool):
+        super().__init__()
+        side = (kernel_size,) if sequence else (kernel_size, kernel_size)
+        self.weight = nn.Parameter(torch.empty(channels, 1, *side))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
+
+    @classmethod
+    def create(cls, channels: int, kernel_size: int, sequence: bool) -> "DepthwiseConv | None":
+        """The convolution of an attention's values; None for 0."""
+        if kernel_size < 0 or (kernel_size and kernel_size % 2 == 0):
+            raise ValueError(f"value_conv must be 0 or an odd number, got {kernel_size}")
+        return cls(channels, kernel_size, sequence) if kernel_size else None
+
+    def reset_parameters(self) -> None:
+        # As torch's convolutions start.
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        bound = self.weight[0].numel() ** -0.5
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return f"channels={len(self.weight)}, kernel_size={self.weight.shape[-1]}"
+
+    def forward(self, v: Tensor, size: Size, mask: Tensor | None = None) -> Tensor:
+        """(batch, heads, tokens, d) to the same shape."""
+        if mask is not None:
+            v = torch.where(mask[:, None, :, None], v, 0)
+        grid = (v.shape[2],) if size is None else tuple(size)
+        prefix = 0 if size is None else v.shape[2] - size[0] * size[1]
+        channels = len(self.weight)
+        image = v[:, :, prefix:].mT.reshape(-1, channels, *grid)
+        conv = F.conv1d if size is None else F.conv2d
+        padding = self.weight.shape[-1] // 2
+        out = conv(image, self.weight, self.bias, padding=padding, groups=channels)
+        out = out.reshape(*v.shape[:2], v.shape[3], -1).mT
+        return F.pad(out, (0, 0, prefix, 0)) if prefix else out
+
+
 def query_projection(projection: nn.Linear, x: Tensor) -> Tensor:
     """The queries alone of a projection to queries and more: its first rows, as many as channels."""
     dim = projection.in_features

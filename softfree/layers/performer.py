@@ -104,10 +104,15 @@ class PerformerAttention(MultiHeadAttention):
             phi_k, phi_q = (t.relu() + RELU_OFFSET for t in (on_keys, on_queries))
             if present is not None:
                 phi_k = torch.where(present, phi_k, 0)
-            # Means instead of sums, so that half precision does not overflow; their ratio is the same.
-            totals = phi_k.mean(-2)[..., None].to(v.dtype)
-            phi_k, phi_q = phi_k.to(v.dtype), phi_q.to(v.dtype)
-            return phi_q @ (phi_k.mT @ (v / v.shape[-2])) / (phi_q @ totals)
+            return linear_attention(phi_q, phi_k, v)
+
+
+def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
+    """The values, weighted by the products of features, (..., n_q, f) and (..., n_k, f), over their sums."""
+    # Means instead of sums, so that half precision does not overflow; their ratio is the same.
+    totals = phi_k.mean(-2)[..., None].to(v.dtype)
+    phi_k, phi_q = phi_k.to(v.dtype), phi_q.to(v.dtype)
+    return phi_q @ (phi_k.mT @ (v / v.shape[-2])) / (phi_q @ totals)
 
 
 def orthogonal_gaussian(rows: int, columns: int, device: torch.device | None = None) -> Tensor:

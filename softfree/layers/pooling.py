@@ -47,7 +47,19 @@ def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], count: int)
     elif mask is None:
         # How many bins a size leaves empty is not known before an exported program runs.
         mask = torch.ones_like(x[:, 0, :, 0], dtype=torch.bool)
-    *first, across = _side_matrices(grid, target, x)
+    return _pool(x, mask, grid, _side_matrices(grid, target, x))
+
+
+def adaptive_pool(
+    x: Tensor, mask: Tensor | None, grid: tuple[int, ...], target: tuple[int, ...]
+) -> Sampled:
+    """As :func:`pool_grid`, to ``target`` bins at any size: of a smaller grid several take the same tokens."""
+    sides = [averaging_matrix(*side, x) for side in zip(grid, target, strict=True)]
+    return _pool(x, mask, grid, sides)
+
+
+def _pool(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], sides: list[Tensor]) -> Sampled:
+    *first, across = sides
     matrices, pooled_dims, source = _POOLING[len(grid)]
     x = x.unflatten(2, grid)
     average = f"{matrices},bn{source}d,cw->bn{pooled_dims}d"

@@ -66,7 +66,7 @@ class ReformerAttention(nn.Module):
         if not sequence:
             raise ValueError(
                 "attention 'reformer' is for sequences (sequence=True); images can have 'soft', "
-                "'softfree', 'softpp', 'softmax', 'linformer', 'performer' or 'nystromformer'"
+                "'softfree', 'softpp', 'softmax', 'linformer', 'performer', 'nystromformer', 'agent' or 'flatten'"
             )
         if buckets < 1 or (buckets > 1 and buckets % 2):
             raise ValueError(f"buckets must be 1 or an even number, got {buckets}")

@@ -70,8 +70,8 @@ class SoftPyramid(Backbone):
         global_pool: ``"token"`` (class token), ``"avg"`` (mean of the image tokens) or ``""``.
         embed_dims, num_heads, depths: per stage.
         attention: ``"softfree"``, ``"softpp"``, ``"soft"``, or a rival for comparison: ``"softmax"``,
-            ``"linformer"``, ``"performer"``, ``"nystromformer"``. Of the three settings below a rival takes those it
-            knows.
+            ``"linformer"``, ``"performer"``, ``"nystromformer"``, ``"agent"``, ``"flatten"``. Of the three settings
+            below a rival takes those it knows.
         landmarks: sampler and count, e.g. ``"conv"`` (one landmark per window: 49 at 224², more at larger
             images), ``"conv:49"`` (never more than 49), ``"average"``, ``"random:49"``, ``"first:49"``. None:
             ``"average:49"`` for softfree, ``"conv"`` for SOFT and SOFT++.

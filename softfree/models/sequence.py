@@ -27,6 +27,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "performer": dict(features=256, kernel="relu"),
     "nystromformer": dict(landmarks=128, value_conv=35),
     "reformer": dict(rounds=2),
+    "agent": dict(landmarks=128),
+    "flatten": dict(focus=3),
 }
 
 

@@ -95,7 +95,8 @@ class ModelSettings:
     positions_at: int = 0
     """our backbones: side of the pictures their positions are laid out for, resized to others; 0: --img-size"""
     attention: str = ""
-    """attention in our backbones: softfree, soft, softpp, softmax, linformer, performer or nystromformer; '': their own"""
+    """attention in our backbones: softfree, soft, softpp, softmax, linformer, performer, nystromformer, agent or flatten;
+    '': their own"""
     model_kwargs: tuple[str, ...] = ()
     """further arguments of the model: embed_dims=32,64,96,128 landmarks=conv:49"""
     drop_path: float = 0.0

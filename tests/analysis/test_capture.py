@@ -82,6 +82,9 @@ def test_softmax_layers_are_captured_too():
         ("performer", {"kernel": "softmax"}),
         ("performer", {"kernel": "relu"}),
         ("linformer", {}),
+        ("agent", {}),
+        ("agent", {"agent_bias": False}),
+        ("flatten", {}),
     ],
 )
 def test_rows_of_rivals_times_values_are_what_they_compute(attention, options):

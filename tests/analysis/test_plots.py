@@ -2,7 +2,15 @@
 
 import itertools
 
-from softfree.analysis.plots import Line, draw_against_tokens, draw_bars, draw_resolution
+from softfree.analysis.plots import (
+    COLOURS,
+    LABELS,
+    Line,
+    draw_against_tokens,
+    draw_bars,
+    draw_resolution,
+)
+from softfree.layers import ATTENTIONS
 
 
 def test_a_line_in_proportion_to_the_tokens_ends_where_the_lowest_one_does():
@@ -31,3 +39,16 @@ def test_numbers_below_narrow_panels_do_not_run_into_each_other():
         boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
         gaps = [right.x0 - left.x1 for left, right in itertools.pairwise(boxes)]
         assert min(gaps) > 5
+
+
+def test_every_attention_has_one_label_and_a_colour_of_its_own():
+    assert set(ATTENTIONS) | {"softmax-unfused", "none"} <= set(LABELS) == set(COLOURS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_bars_have_the_colours_of_their_names():
+    values = {"here": [1.0, 2.0], "papers": [3.0, None]}
+    figure = draw_bars(["a", "b"], {"accuracy": values}, "title", ["#ff0000", "#0000ff"])
+    first, second, lighter, _ = (bar.get_facecolor()[:3] for bar in figure.axes[0].patches)
+    assert first == (1, 0, 0) and second == (0, 0, 1)
+    assert lighter[0] == 1 and lighter[1] == lighter[2] > 0.5

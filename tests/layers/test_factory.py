@@ -17,7 +17,10 @@ DIM, HEADS = 16, 2
 SEQUENCE: dict[str, Any] = dict(
     stride=2, value_conv=3, grid=20, features=16, rounds=3, buckets=4, chunk=4
 )
-COUNTS = {"softfree": "average", "soft": "average", "softpp": "average", "nystromformer": 5}
+COUNTS = {
+    **dict.fromkeys(("softfree", "soft", "softpp"), "average"),
+    **dict.fromkeys(("nystromformer", "agent"), 5),
+}
 IMAGES = [name for name in ATTENTIONS if name != "reformer"]
 CROSS = ["softmax", "linformer", "performer"]
 
@@ -200,7 +203,7 @@ def test_attending_to_itself_as_context_is_self_attention(name):
 def test_the_names_are_those_of_the_comparison():
     assert ATTENTIONS == (
         "softfree", "soft", "softpp", "softmax", "linformer", "performer", "nystromformer",
-        "reformer",
+        "reformer", "agent", "flatten",
     )  # fmt: skip
 
 
@@ -247,6 +250,9 @@ def test_a_solve_has_a_ridge_of_its_own_in_both_unless_one_is_given():
         ("nystromformer", dict(value_conv=2), ValueError, "value_conv must be 0 or an odd"),
         ("nystromformer", dict(landmarks="pool"), ValueError, "sampler must be one of"),
         ("nystromformer", dict(inverse_steps=-1), ValueError, "inverse_steps must be >= 0"),
+        ("agent", dict(value_conv=4), ValueError, "value_conv must be 0 or an odd number, got 4"),
+        ("flatten", dict(focus=0), ValueError, "focus must be > 0, got 0"),
+        ("flatten", dict(focus="x"), ValueError, "focus must be a number, got 'x'"),
         ("reformer", dict(sequence=True, buckets=3), ValueError, "buckets must be 1 or an even"),
         ("reformer", dict(sequence=True, chunk=0), ValueError, "chunk=0"),
         ("softmax", dict(dim=15), ValueError, "dim=15, num_heads=2"),
@@ -258,7 +264,7 @@ def test_invalid_settings_are_refused(name, options, error, message):
         create_attention(name, **{"dim": DIM, "num_heads": HEADS, **options})
 
 
-@pytest.mark.parametrize("name", ["linformer", "nystromformer", "reformer"])
+@pytest.mark.parametrize("name", ["linformer", "nystromformer", "reformer", "agent", "flatten"])
 def test_a_size_that_does_not_fit_is_refused(name):
     with pytest.raises(ValueError, match="size must be None with sequence=True"):
         sequences(name)(tokens(35), (7, 5))

@@ -8,6 +8,8 @@ from torch.export import Dim
 
 from softfree.analysis.complexity import count_parameters
 from softfree.layers import (
+    AgentAttention,
+    FocusedLinearAttention,
     LinformerAttention,
     NystromformerAttention,
     PerformerAttention,
@@ -27,6 +29,8 @@ CLASSES = {
     "linformer": LinformerAttention,
     "performer": PerformerAttention,
     "nystromformer": NystromformerAttention,
+    "agent": AgentAttention,
+    "flatten": FocusedLinearAttention,
 }
 RIVALS = [name for name in CLASSES if not name.startswith("soft") or name == "softmax"]
 

@@ -152,10 +152,10 @@ def memory(
 ) -> int:
     """Memory of one attention layer against the number of tokens, forward and backward (Fig. 1b).
 
-    SOFT, Nyströmformer and Linformer have 49 landmarks or slots at any length.
+    SOFT, Nyströmformer, agent attention and Linformer have 49 landmarks, agents or slots at any length.
 
     Args:
-        attentions: among softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer and
+        attentions: among softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer, agent, flatten and
             softmax-unfused, which keeps the n x n matrix that torch's fused softmax attention avoids.
         tokens: numbers of tokens.
         batch_size: sequences at a time.

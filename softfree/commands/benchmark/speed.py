@@ -30,7 +30,8 @@ from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
 CONDITIONS = speed.ModelConditions()
 # As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
 IMAGE_ATTENTIONS = (
-    "softmax", "linformer", "performer", "nystromformer", "soft", "softpp", "softfree",
+    "softmax", "linformer", "performer", "nystromformer", "agent", "flatten", "soft", "softpp",
+    "softfree",
 )  # fmt: skip
 GIB = "GiB: the most that was held at once, weights and images included."
 Names = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME [NAME ...]")]
@@ -81,8 +82,8 @@ def throughput(
     A training step is forward, cross-entropy, backward and the optimizer's step.
 
     Args:
-        attentions: among softmax, linformer, performer, nystromformer, soft, softpp, softfree; ratios are to the
-            first.
+        attentions: among softmax, linformer, performer, nystromformer, agent, flatten, soft, softpp, softfree;
+            ratios are to the first.
         model: one of our backbones, whose attention is replaced.
         model_kwargs: further arguments of every backbone, such as landmarks=conv:49 for at most 49
             landmarks at any size; otherwise their number grows with the image, and an inverse's cost with its
