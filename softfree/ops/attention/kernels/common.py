@@ -164,6 +164,24 @@ def product_of_split(b_high, b_low, b_b):
 
 
 @triton.jit
+def halves(b_x):
+    """A float32 block as the sum of two float16 blocks, to 2^-22 of it and 2^-25.
+
+    Unlike :func:`split` without a scale for the lower one: for entries that are about 1 or matter as little as they are
+    small. Then one sum takes all products of halves.
+    """
+    b_high = b_x.to(tl.float16)
+    return b_high, (b_x - b_high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def product_of_halves(b_high, b_low, b_b):
+    """``a @ b`` as exact as float32, of a first block in halves already."""
+    b_b_high, b_b_low = halves(b_b)
+    return tl.dot(b_high, b_b_high, tl.dot(b_low, b_b_high, tl.dot(b_high, b_b_low)))
+
+
+@triton.jit
 def scaled_product(b_a, b_b, FIRST_IS_SMALL: tl.constexpr = False):
     """``a @ b`` of float32 blocks of any size, to 2^-22 of their largest entries.
 
@@ -180,5 +198,8 @@ def scaled_product(b_a, b_b, FIRST_IS_SMALL: tl.constexpr = False):
 
 @triton.jit
 def largest(b_x):
-    """The largest absolute value of a block."""
-    return tl.maximum(tl.max(tl.max(tl.abs(b_x), 1), 0), 1e-30)
+    """The largest absolute value of a block.
+
+    Over both axes at once: one after the other would exchange a whole row between threads first.
+    """
+    return tl.maximum(tl.max(tl.abs(b_x)), 1e-30)

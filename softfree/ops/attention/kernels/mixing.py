@@ -6,9 +6,12 @@ import triton.language as tl
 from softfree.ops.attention import inverse
 from softfree.ops.attention.kernels.common import (
     LOW_SCALE,
+    exact_product,
+    for_tf32,
+    halves,
     largest,
     present_landmarks,
-    product_of_split,
+    product_of_halves,
     scaled_product,
     split,
     split_product,
@@ -25,14 +28,14 @@ CONVERGED = tl.constexpr(2.0**-11.5)
 @triton.jit
 def landmark_matrix(
     p_l, b_present, m, d, scale,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT32: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT32: tl.constexpr, TO_INVERT: tl.constexpr,
 ):  # fmt: skip
     """``A = kappa(L, L)`` (M, M), the identity where a landmark takes no part.
 
     float32 landmarks: distances from differences, channel by channel, which is exact for close landmarks,
-    where the inverse amplifies errors most. Half precision: distances from one product of the centred
-    landmarks, many times faster and 2^-22 |l - c|^2 exact. Norms are that product's own diagonal, so
-    that equal landmarks are at distance 0.
+    where the inverse amplifies errors most. Half precision: distances from one product of the landmarks, many times
+    faster; centred, and so 2^-22 |l - c|^2 exact, where A is ``TO_INVERT``. Norms are that product's own
+    diagonal, so that equal landmarks are at distance 0.
     """
     offs_m = tl.arange(0, BLOCK_M)
     b_eye = offs_m[:, None] == offs_m[None, :]
@@ -43,13 +46,16 @@ def landmark_matrix(
             b_difference = b_c[:, None] - b_c[None, :]
             b_distance += b_difference * b_difference
     else:
-        b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
-        b_l = tl.where(b_present[:, None], b_l, 0.0)
-        count = tl.maximum(tl.sum(b_present.to(tl.float32), 0), 1.0)
-        b_l = tl.where(b_present[:, None], b_l - (tl.sum(b_l, 0) / count)[None, :], 0.0)
-        # float16's range: landmarks beyond it are like no other anyway.
-        b_l = tl.clamp(b_l, -60000.0, 60000.0)
-        b_gram = split_product(b_l, tl.trans(b_l), True)
+        b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D)
+        if TO_INVERT:
+            b_l = tl.where(b_present[:, None], b_l.to(tl.float32), 0.0)
+            count = tl.maximum(tl.sum(b_present.to(tl.float32), 0), 1.0)
+            b_l = tl.where(b_present[:, None], b_l - (tl.sum(b_l, 0) / count)[None, :], 0.0)
+            # float16's range: landmarks beyond it are like no other anyway.
+            b_l = tl.clamp(b_l, -60000.0, 60000.0)
+            b_gram = split_product(b_l, tl.trans(b_l), True)
+        else:
+            b_gram = tl.dot(b_l, tl.trans(b_l))
         b_norms = tl.sum(tl.where(b_eye, b_gram, 0.0), 1)
         b_distance = tl.maximum(b_norms[:, None] + b_norms[None, :] - 2.0 * b_gram, 0.0)
     b_both = b_present[:, None] & b_present[None, :]
@@ -80,7 +86,7 @@ def newton_inverse(
             if step > 8:
                 # The eigenvalues of I - BY lie in [0, 1) here, so their sum bounds them all, and the step
                 # just taken has squared them: below the bound, further steps would only round anew.
-                remaining = BLOCK_M - tl.sum(tl.sum(tl.where(b_eye, b_by, 0.0), 1), 0)
+                remaining = BLOCK_M - tl.sum(tl.where(b_eye, b_by, 0.0))
     return b_y
 
 
@@ -268,6 +274,17 @@ def normalizer(b_a, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def load_normalizer(p_root, m, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``D^-1/2`` (M,) as a factorisation has kept it, or ones."""
+    offs_m = tl.arange(0, BLOCK_M)
+    if NORMALIZE:
+        b_root = tl.load(p_root + offs_m, mask=offs_m < m, other=1.0)
+    else:
+        b_root = tl.full((BLOCK_M,), 1.0, tl.float32)
+    return b_root
+
+
+@triton.jit
 def sum_parts(
     p_parts, m, width, parts, stride,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -352,7 +369,7 @@ def mixing_kernel(
     p_l += head * m * d
     p_landmark_mask += (head // heads) * m
     b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
-    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
+    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, True)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     if PANEL == 0:
         b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, SPLIT)
@@ -375,59 +392,84 @@ def mixing_kernel(
 
 @triton.jit
 def solve_by(b_high, b_low, b_x):
-    """``G x = M^T (M x)`` of M (M, M) split in two; x is at most 1/16, which keeps all within float16's range."""
-    b_y = product_of_split(b_high, b_low, b_x)
-    return product_of_split(tl.trans(b_high), tl.trans(b_low), b_y)
+    """``G x = M^T (M x)`` of M (M, M) split in halves."""
+    b_x = product_of_halves(b_high, b_low, b_x)
+    return product_of_halves(tl.trans(b_high), tl.trans(b_low), b_x)
 
 
 @triton.jit
-def mixing_gradient(
-    b_a, b_y, b_u, b_dw, b_l, b_present, scale, ridge,
-    BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr, ORDER: tl.constexpr,
-):  # fmt: skip
-    """W, dU (M, C) and the landmarks' gradient through Y' (M, D); ``b_y`` is Y, or M of a solve of ``ORDER`` 1 or 2.
+def solve_bound(ridge):
+    """The largest entry of x for which ``G x`` and what comes before it stay in float16's range."""
+    return tl.minimum(1000.0 * ridge, 1.0)
 
-    As ``softfree.ops.attention.mixing.mixing_backward``, for Newton's Y with left and right expressed by dU and W.
-    """
-    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
-    if ORDER == 0:
-        b_mixing = mixing_matrix(b_y, b_root)
-        b_w = scaled_product(b_mixing, b_u)
-        b_du = scaled_product(tl.trans(b_mixing), b_dw)
-        b_da = -scaled_product(b_du, tl.trans(b_w)) / (b_root[:, None] * b_root[None, :])
+
+@triton.jit
+def newton_gradient(b_y, b_root, b_u, b_dw):
+    """W, dU (M, C) and the gradient of A through Y (M, M), twice its symmetric part, by Y of Newton's iteration."""
+    b_mixing = mixing_matrix(b_y, b_root)
+    b_w = scaled_product(b_mixing, b_u)
+    b_du = scaled_product(tl.trans(b_mixing), b_dw)
+    b_da = -scaled_product(b_du, tl.trans(b_w)) / (b_root[:, None] * b_root[None, :])
+    return b_w, b_du, b_da + tl.trans(b_da)
+
+
+@triton.jit
+def solve_gradient(b_m, b_root, b_u, b_dw, ridge, ORDER: tl.constexpr, FLOAT32: tl.constexpr):
+    """As :func:`newton_gradient` by M of a solve; see ``softfree.ops.attention.solve.solve_backward``."""
+    small = 1.0 / solve_bound(ridge)
+    u_size, dw_size = small * largest(b_u), small * largest(b_dw)
+    b_high, b_low = halves(b_m)
+    b_x = b_root[:, None] * b_u * (1.0 / u_size)
+    b_right = solve_by(b_high, b_low, b_x)
+    b_left = solve_by(b_high, b_low, b_root[:, None] * b_dw * (1.0 / dw_size))
+    if ORDER == 2:
+        b_again = solve_by(b_high, b_low, ridge * b_left)
+        b_da = symmetric_product(b_again, b_right, FLOAT32)
+        b_right = solve_by(b_high, b_low, b_x + ridge * b_right)
+        b_da += symmetric_product(b_left, b_right, FLOAT32)
+        b_left += b_again
     else:
-        # See softfree.ops.attention.solve.solve_backward; U and dW at most 1/16 until the end.
-        u_size, dw_size = 16.0 * largest(b_u), 16.0 * largest(b_dw)
-        b_u *= 1.0 / u_size
-        b_dw *= 1.0 / dw_size
-        b_high, b_low = split(b_y)
-        b_x = b_root[:, None] * b_u
-        b_right = solve_by(b_high, b_low, b_x)
-        b_left = solve_by(b_high, b_low, b_root[:, None] * b_dw)
-        if ORDER == 2:
-            b_again = solve_by(b_high, b_low, ridge * b_left)
-            b_da = -split_product(b_again, tl.trans(b_right), True)
-            b_right = solve_by(b_high, b_low, b_x + ridge * b_right)
-            b_da -= split_product(b_left, tl.trans(b_right), True)
-            b_left += b_again
-        else:
-            b_da = -split_product(b_left, tl.trans(b_right), True)
-        b_w = b_root[:, None] * b_right
-        b_du = b_root[:, None] * b_left
+        b_da = symmetric_product(b_left, b_right, FLOAT32)
+    b_w = (b_root * u_size)[:, None] * b_right
+    b_du = (b_root * dw_size)[:, None] * b_left
+    return b_w, b_du, -(u_size * dw_size) * b_da
+
+
+@triton.jit
+def landmark_gradient(
+    b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_l, scale,
+    NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """The landmarks' gradient (M, D) through Y', from twice the symmetric part of that of A through Y.
+
+    As ``softfree.ops.attention.mixing.mixing_backward``. Rounding in A and in products is below that of
+    half-precision landmarks.
+    """
     if NORMALIZE:
-        b_through_rows = tl.sum(b_dw * b_w + b_u * b_du, 1)
-        b_da += (-0.5 * b_root * b_root * b_through_rows)[:, None]
-    b_e = scale * b_a * (b_da + tl.trans(b_da))
-    offs_m = tl.arange(0, BLOCK_M)
+        b_rows = -0.5 * b_root * b_root * tl.sum(b_dw * b_w + b_u * b_du, 1)
+        b_da += b_rows[:, None] + b_rows[None, :]
     # A landmark's distance to itself is always 0; its part would cancel, but for rounding.
-    b_others = b_present[:, None] & b_present[None, :] & (offs_m[:, None] != offs_m[None, :])
-    b_e = tl.where(b_others, b_e, 0.0)
-    b_dl = scaled_product(b_e, b_l) - tl.sum(b_e, 1)[:, None] * b_l
-    if ORDER > 0:
-        b_w *= u_size
-        b_du *= dw_size
-        b_dl *= u_size * dw_size
-    return b_w, b_du, b_dl
+    offs_m = tl.arange(0, b_a.shape[0])
+    b_e = tl.where(offs_m[:, None] != offs_m[None, :], scale * b_a * b_da, 0.0)
+    if FLOAT32:
+        b_dl = scaled_product(b_e, b_l)
+    else:
+        b_e = for_tf32(b_e, "tf32")  # once for the product and the sums, which nearly cancel
+        b_dl = exact_product(b_e, b_l, "tf32")
+    return b_dl - tl.sum(b_e, 1)[:, None] * b_l.to(tl.float32)
+
+
+@triton.jit
+def symmetric_product(b_a, b_b, FLOAT32: tl.constexpr):
+    """``a b^T + b a^T`` (M, M) of blocks in float16's range; of half-precision tokens to 2^-11."""
+    if FLOAT32:
+        b_product = split_product(b_a, tl.trans(b_b), True)
+        b_product += tl.trans(b_product)
+    else:
+        b_a = b_a.to(tl.float16)
+        b_b = b_b.to(tl.float16)
+        b_product = tl.dot(b_b, tl.trans(b_a), tl.dot(b_a, tl.trans(b_b)))
+    return b_product
 
 
 @triton.jit
@@ -446,22 +488,28 @@ def mixing_backward_kernel(
     p_l += head * m * d
     p_landmark_mask += (head // heads) * m
     b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
-    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
-    if ORDER == 0:
-        b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
-    else:
-        b_y = load_lower(p_inverse + head * (m * (m + 3) // 2), m, BLOCK_M)
     p_u_parts += head * u_parts * m * d_v
     p_dw_parts += head * dw_parts * m * d_v
     b_u = sum_parts(p_u_parts, m, d_v, u_parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
     b_dw = sum_parts(p_dw_parts, m, d_v, dw_parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
-    b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
-    b_l = tl.where(b_present[:, None], b_l, 0.0)
-    b_w, b_du, b_dl = mixing_gradient(
-        b_a, b_y, b_u, b_dw, b_l, b_present, scale, ridge, BLOCK_M, NORMALIZE, ORDER
-    )
+    if ORDER == 0:
+        b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
+        b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+        b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
+        b_w, b_du, b_da = newton_gradient(b_y, b_root, b_u, b_dw)
+    else:
+        p_inverse += head * (m * (m + 3) // 2)
+        b_root = load_normalizer(p_inverse + m * (m + 1) // 2, m, NORMALIZE, BLOCK_M)
+        b_m = load_lower(p_inverse, m, BLOCK_M)
+        b_w, b_du, b_da = solve_gradient(b_m, b_root, b_u, b_dw, ridge, ORDER, FLOAT32)
+        b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
     store_small(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C)
+    b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D)
+    b_l = tl.where(b_present[:, None], b_l, 0.0)
+    b_dl = landmark_gradient(
+        b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_l, scale, NORMALIZE, FLOAT32
+    )
     store_small(p_dl + head * dl_parts * m * d, b_dl, m, d, BLOCK_M, BLOCK_D)
     offs_tile = tl.arange(0, BLOCK_M)
     tl.store(p_done + head * tiles + offs_tile, 0, mask=offs_tile < tiles)

@@ -5,11 +5,12 @@ import triton.language as tl
 
 from softfree.ops.attention.kernels.common import present_landmarks, scaled_product
 from softfree.ops.attention.kernels.mixing import (
+    landmark_gradient,
     landmark_matrix,
     load_small,
     load_triangle,
-    mixing_gradient,
     mixing_matrix,
+    newton_gradient,
     newton_inverse,
     normalizer,
     store_small,
@@ -41,7 +42,7 @@ def short_forward_kernel(
     p_l += head * m * d
     p_landmark_mask += batch * m
     b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
-    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
+    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, True)
     b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
     b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, SPLIT)
     store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
@@ -104,12 +105,14 @@ def short_backward_kernel(
             b_l, b_centre, b_bias, log2_scale,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, HAS_KEY_MASK, FLOAT32, PRECISION,
         )  # fmt: skip
-    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32)
+    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
     b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
-    b_plain = load_small(p_l, m, d, BLOCK_M, BLOCK_D).to(tl.float32)
+    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    b_plain = load_small(p_l, m, d, BLOCK_M, BLOCK_D)
     b_plain = tl.where(b_present[:, None], b_plain, 0.0)
-    b_w, b_du, b_dl = mixing_gradient(
-        b_a, b_y, b_u, b_dw, b_plain, b_present, scale, 0.0, BLOCK_M, NORMALIZE, 0
+    b_w, b_du, b_da = newton_gradient(b_y, b_root, b_u, b_dw)
+    b_dl = landmark_gradient(
+        b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_plain, scale, NORMALIZE, FLOAT32
     )
     b_w = narrow(b_w, p_q)
     b_du = narrow(b_du, p_q)

@@ -15,8 +15,15 @@ are where one warp's matrix instructions left them, so that no tile moves throug
 import triton
 import triton.language as tl
 
-from softfree.ops.attention.kernels.common import largest, present_landmarks, split
-from softfree.ops.attention.kernels.mixing import load_lower, solve_by, store_small, sum_parts
+from softfree.ops.attention.kernels.common import halves, largest, present_landmarks
+from softfree.ops.attention.kernels.mixing import (
+    load_lower,
+    load_normalizer,
+    solve_bound,
+    solve_by,
+    store_small,
+    sum_parts,
+)
 
 
 @triton.constexpr_function
@@ -29,17 +36,6 @@ def place(i, j):
 def put(tiles, at: tl.constexpr, b_tile):
     """The tuple with one tile replaced."""
     return tiles[:at] + (b_tile,) + tiles[at + 1 :]
-
-
-@triton.jit
-def halves(b_x):
-    """A float32 block as the sum of two float16 blocks, to 2^-22 of it and 2^-25.
-
-    Unlike :func:`softfree.ops.attention.kernels.common.split` without a scale for the lower one: entries here are about 1
-    or matter as little as they are small. Then one sum takes all products of halves.
-    """
-    b_high = b_x.to(tl.float16)
-    return b_high, (b_x - b_high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
@@ -278,13 +274,10 @@ def solve_kernel(
     b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
     if KEEP:
         store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
-    b_root = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if NORMALIZE:
-        offs_m = tl.arange(0, BLOCK_M)
-        b_root = tl.load(p_factor + m * (m + 1) // 2 + offs_m, mask=offs_m < m, other=1.0)
-    size = 16.0 * largest(b_u)
+    b_root = load_normalizer(p_factor + m * (m + 1) // 2, m, NORMALIZE, BLOCK_M)
+    size = largest(b_u) / solve_bound(ridge)
     b_x = b_root[:, None] * b_u * (1.0 / size)
-    b_high, b_low = split(load_lower(p_factor, m, BLOCK_M))
+    b_high, b_low = halves(load_lower(p_factor, m, BLOCK_M))
     b_w = solve_by(b_high, b_low, b_x)
     if ORDER == 2:
         b_w = solve_by(b_high, b_low, b_x + ridge * b_w)
