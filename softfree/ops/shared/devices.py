@@ -78,6 +78,13 @@ def processors(device: torch.device) -> int:
 
 
 @functools.cache
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel can let the next one begin before it ends."""
+    on_nvidia = device.type == "cuda" and torch.version.hip is None
+    return on_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def as_for_ampere() -> dict[str, str]:
     """The option to compile a kernel for Ampere, whose matrix instructions take their operands from registers.
 

@@ -111,7 +111,7 @@ def errors(kind: str, shape: tuple, dtype: torch.dtype, order: int, normalize: b
     kept = nan(heads, m, d_v)
     factor_kernel[(heads,)](
         landmarks, bytes_of_mask, factor, heads, m, d, scale, ridge,
-        COUNT=-(-m // tile), TILE=tile, NORMALIZE=normalize, **shared,
+        COUNT=-(-m // tile), TILE=tile, NORMALIZE=normalize, OVERLAP=False, **shared,
     )  # fmt: skip
     solve_kernel[(heads,)](u, factor, kept, w, m, d_v, u_parts, ridge, KEEP=True, **mixing)
     w_again, du, dl = nan(heads, m, d_v), nan(heads, m, d_v), nan(heads, 2, m, d)

@@ -251,7 +251,10 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
             **call.short("short_forward"), **call.steps(),
         )  # fmt: skip
         return x, inverse, u
-    _, parts = _collect(call, keys, None, v)
+    overlap = False
+    if shape.fused and not call.newton:
+        overlap = _factor(call, inverse)
+    _, parts = _collect(call, keys, None, v, overlap)
     if shape.fused:
         mix = _mix if call.newton else _solve
         w = mix(call, parts, inverse, u)
@@ -385,17 +388,25 @@ def _mix(call: _Call, parts: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
     return w
 
 
-def _solve(call: _Call, parts: Tensor, factor: Tensor, u: Tensor) -> Tensor:
-    """Write the inverse Cholesky factor and U, unless that is empty; return W = Y' U."""
+def _factor(call: _Call, factor: Tensor) -> bool:
+    """Write the inverse Cholesky factor; True if the next kernel runs beside it, which needs no part of it."""
     shape, inverse = call.shape, call.settings.inverse
     tile, warps = FACTOR_TILE[shape.block_m > 64]
+    overlap = shape.tiles == 1 and devices.can_overlap(call.q.device)
+    registers = {"maxnreg": 168} if warps == 1 and not devices.interpreted() else {}
     launch(
         factor_kernel, (shape.rows,), (call.landmarks, call.landmark_mask, factor),
         (shape.heads, shape.m, shape.d, call.scale, inverse.ridge),
         COUNT=tiles_of(shape.m, tile), TILE=tile, BLOCK_D=shape.block_d,
         HAS_LANDMARK_MASK=call.has_landmark_mask, NORMALIZE=call.settings.normalize,
-        FLOAT32=call.flags["FLOAT32"], num_warps=warps,
+        FLOAT32=call.flags["FLOAT32"], OVERLAP=overlap, num_warps=warps, **registers,
     )  # fmt: skip
+    return overlap
+
+
+def _solve(call: _Call, parts: Tensor, factor: Tensor, u: Tensor) -> Tensor:
+    """Write U, unless that is empty; return W = Y' U."""
+    shape, inverse = call.shape, call.settings.inverse
     w = _float32(parts, shape.rows, shape.m, shape.d_v)
     launch(
         solve_kernel, (shape.rows,), (parts, factor, u, w),
@@ -479,11 +490,12 @@ def _spread(call: _Call, w: Tensor, x: Tensor) -> None:
 
 
 def _collect(
-    call: _Call, tokens: Tensor, grad: Tensor | None, v: Tensor | None
+    call: _Call, tokens: Tensor, grad: Tensor | None, v: Tensor | None, overlap: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Parts (batch * heads, parts, m, d_v) of ``dW = kappa(L, T) G`` and ``U = kappa(L, T) V``.
 
-    Of one of them only, returned twice, where ``grad`` or ``v`` is None; the mask is for U alone.
+    Of one of them only, returned twice, where ``grad`` or ``v`` is None; the mask is for U alone. With ``overlap`` it
+    begins while the kernel before it runs, and ends after it.
     """
     shape, n = call.shape, tokens.shape[2]
     tile = _tile("collect", shape)
@@ -501,7 +513,8 @@ def _collect(
             *_strides(tokens, given[0], given[-1]), call.log2_scale,
         ),
         QUERIES=grad is not None, KEYS=v is not None,
-        HAS_KEY_MASK=call.has_key_mask and v is not None, **call.token_pass(tile),
+        HAS_KEY_MASK=call.has_key_mask and v is not None, OVERLAP=overlap,
+        **({"launch_pdl": True} if overlap else {}), **call.token_pass(tile),
     )  # fmt: skip
     return parts[0], parts[-1]
 

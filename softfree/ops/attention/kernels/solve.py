@@ -14,6 +14,7 @@ are where one warp's matrix instructions left them, so that no tile moves throug
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from softfree.ops.attention.kernels.common import halves, largest, present_landmarks
 from softfree.ops.attention.kernels.mixing import (
@@ -244,11 +245,14 @@ def factor_kernel(
     p_l, p_landmark_mask, p_factor, heads, m, d, scale, ridge,
     COUNT: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads,). Reads landmarks; writes M's lower triangle and, to NORMALIZE, D^-1/2 behind it.
 
-    COUNT tiles of TILE cover the landmarks.
+    COUNT tiles of TILE cover the landmarks. With OVERLAP the next kernel may begin as soon as all programs have.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
     p_l += head * m * d
     p_factor += head * (m * (m + 3) // 2)

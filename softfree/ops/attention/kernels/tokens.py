@@ -11,6 +11,7 @@ or a tile of them where :mod:`softfree.ops.attention.kernels.tiled` has the pass
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from softfree.ops.attention.kernels.common import (
     cut_to_bfloat16,
@@ -97,6 +98,7 @@ def collect_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads * parts, landmark tiles). Reads tokens, G, V; writes its part of dW and of U."""
     part, head = part_and_head(parts)
@@ -120,6 +122,8 @@ def collect_kernel(
         store_small(p_dw_parts + row, b_dw, m - first_landmark, d_v, BLOCK_M, BLOCK_C)
     if KEYS:
         store_small(p_u_parts + row, b_u, m - first_landmark, d_v, BLOCK_M, BLOCK_C)
+    if OVERLAP:
+        gdc_wait()  # so that whoever waits for this kernel has waited for the one before it, too
 
 
 @triton.jit
