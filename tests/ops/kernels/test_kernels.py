@@ -100,7 +100,8 @@ def test_kernels_of_a_solve_compile_and_fit_the_chip():
         for kernel in kernels:
             assert kernel["shared"] <= 163 * 1024, (call, kernel)
             if kernel["name"] == "factor_kernel" and call["m"] == 49:
-                assert kernel["spilled"] == 0, (call, kernel)
+                # Some, since it is held to fewer registers than it would take, for more programs on a processor.
+                assert kernel["spilled"] <= 256, (call, kernel)
 
 
 @pytest.mark.slow
