@@ -10,7 +10,7 @@ from typing import Any
 
 from softfree.analysis import capture_attention
 from softfree.layers import MultiheadSoftAttention, SoftAttention, SoftBlock
-from softfree.models import fold_batch_norms, load_release_checkpoint
+from softfree.models import fold_batch_norms, load_release_checkpoint, replace_attention
 from softfree.ops import (
     newton_inverse,
     newton_residuals,
@@ -30,6 +30,7 @@ __all__ = [
     "load_release_checkpoint",
     "newton_inverse",
     "newton_residuals",
+    "replace_attention",
     "ridge_solve",
     "soft_attention",
     "solve_residual",

@@ -4,5 +4,12 @@ from softfree.models.checkpoints import load_release_checkpoint
 from softfree.models.folding import fold_batch_norms
 from softfree.models.isotropic import SoftVisionTransformer
 from softfree.models.pyramid import SoftPyramid
+from softfree.models.replace import replace_attention
 
-__all__ = ["SoftPyramid", "SoftVisionTransformer", "fold_batch_norms", "load_release_checkpoint"]
+__all__ = [
+    "SoftPyramid",
+    "SoftVisionTransformer",
+    "fold_batch_norms",
+    "load_release_checkpoint",
+    "replace_attention",
+]
