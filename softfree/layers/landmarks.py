@@ -308,7 +308,7 @@ class SpreadLandmarks(_TokenLandmarks):
         >>> import torch
         >>> q = torch.tensor([0.0, 0.1, 5.0, 5.1, 9.0]).view(1, 1, 5, 1)
         >>> SpreadLandmarks(3)(q, None)[0].flatten()
-        tensor([9.0000, 0.0000, 5.0000])
+        tensor([9., 0., 5.])
     """
 
     def forward(self, q: Tensor, size: AnySize, mask: Tensor | None = None) -> Sampled:
