@@ -84,7 +84,7 @@ def replace_attention(
         >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
         >>> print(softfree.replace_attention(model))
         replaced: 2
-          blocks.0-1.attn (Attention): landmarks over 14 x 14 patches
+          blocks.0-1.attn (Attention): landmarks over 14 x 14 patches, 1 prefix token
     """
     settings = {"landmarks": "average:49", "stride": 1, **options}
     patches = Patches(model) if grid else None
