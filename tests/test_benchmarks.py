@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from softfree.layers import attention
+from softfree.layers import ATTENTIONS, attention
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -102,3 +102,24 @@ def test_a_run_is_read_from_its_folder_without_the_speed_of_its_first_step(
     found = compare_commits.read_run(tmp_path)
     assert found.losses == ["2.5", "2.25", "2", "1.5"] and found.samples_per_s == 100
     assert found.weights["w"].tolist() == [1, 1]
+
+
+def test_twins_has_a_row_for_every_attention_and_sampler_and_draws_them():
+    script = load("twins")
+    results = []
+    for name in script.USUAL:
+        count = 16 if name in script.LANDMARKS else 0
+        model = script.build(name, count, seed=0)
+        assert model(torch.randn(1, 64, 8)).shape == (1, 64, 2)
+        results += [script.Result(name, n, 0, 60.0 + n) for n in ((8, 16) if count else (0,))]
+    assert {a.partition(":")[0] for a in script.USUAL} == {*ATTENTIONS, "none"}
+    axes = script.draw(results, "title").axes[0]
+    assert len(axes.lines) == len(script.USUAL)
+
+
+def test_in_twins_control_nothing_passes_from_cell_to_cell():
+    model = load("twins").build("none", 0, seed=0)
+    x = torch.randn(1, 64, 8)
+    other = x.clone()
+    other[:, 1:] = 0
+    assert torch.equal(model(x)[:, 0], model(other)[:, 0])
