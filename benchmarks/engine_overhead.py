@@ -8,7 +8,8 @@ The engine trains as `softfree train classification --recipe short --data-on-dev
 of 64 x 64 pixels: crops, labels, schedule, clipping, guard and logs included, no evaluation, no checkpoint.
 The bare loop is that of `softfree benchmark model --bench train`; once as it is, and once with the fused
 AdamW that the engine uses. All three train the same model in one process and take turns: an epoch of the
-engine, then as many bare steps. On a CPU one turn of each counts torch's calls before that.
+engine, then as many bare steps. On a CPU one turn of each counts torch's calls before that; on a GPU the same
+follows with CUDA graphs, the engine's as by `--cuda-graph`.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from softfree.analysis import describe_environment, write_csv
-from softfree.analysis.measure import synchronize
+from softfree.analysis.measure import capture_graph, synchronize
 from softfree.analysis.speed import OPTIMIZERS, ModelConditions, training
 from softfree.commands.common import heading, make_table
 from softfree.data.images import ImageData, ImageDataset
@@ -112,7 +113,9 @@ class TakesTurns(classification.Classification):
         return super().order(samples, batch_size, generator)
 
 
-def build_task(arguments: argparse.Namespace, device: torch.device, output: Path) -> TakesTurns:
+def build_task(
+    arguments: argparse.Namespace, device: torch.device, output: Path, cuda_graph: bool
+) -> TakesTurns:
     """The task with the settings of the recipe, and the run's."""
     recipe = classification.RECIPES["short"]
     kwargs = tuple(arguments.model_kwargs)
@@ -136,6 +139,8 @@ def build_task(arguments: argparse.Namespace, device: torch.device, output: Path
             output=output,
             device=device.type,
             channels_last=arguments.channels_last,
+            torchcompile=arguments.torchcompile,
+            cuda_graph=cuda_graph,
             save_every="100000s",
             eval_every=10**9,
         ),
@@ -148,23 +153,28 @@ def build_task(arguments: argparse.Namespace, device: torch.device, output: Path
     return TakesTurns(settings, data)
 
 
-def measure(arguments: argparse.Namespace, device: torch.device) -> TakesTurns:
+def measure(
+    arguments: argparse.Namespace, device: torch.device, cuda_graph: bool = False
+) -> TakesTurns:
     """Run the engine to its end, with the bare loops between its epochs."""
     OPTIMIZERS[FUSED] = lambda parameters: torch.optim.AdamW(
         parameters, lr=1e-4, weight_decay=0.05, fused=True
     )
     with tempfile.TemporaryDirectory() as folder:
-        task = build_task(arguments, device, Path(folder) / "run")
+        task = build_task(arguments, device, Path(folder) / "run", cuda_graph)
         conditions = ModelConditions(
             batch_size=arguments.batch_size,
             img_size=arguments.img_size,
             amp_dtype="bfloat16" if device.type == "cuda" else "none",
             channels_last=arguments.channels_last,
+            torchcompile=arguments.torchcompile,
+            cuda_graph=cuda_graph,
         )
         bare = []
         for opt in ("adamw", FUSED):
             given = dataclasses.replace(conditions, opt=opt)
-            bare.append(training(task.build_model(), given, device).call)
+            call = training(task.build_model(), given, device).call
+            bare.append(capture_graph(call) if cuda_graph else call)
         task.begin(bare, arguments.steps, device)
         settings = task.settings
         train(task, settings.optim, settings.run, settings_to_json(settings))
@@ -178,6 +188,7 @@ def main() -> int:
     parser.add_argument("--img-size", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--torchcompile", action="store_true")
     parser.add_argument("--steps", type=int, default=50, help="steps of a turn (default 50)")
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each (default 5)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -187,7 +198,8 @@ def main() -> int:
     gc.freeze()  # as the commands do
     # Of a CPU, too, one thread: it is the host's work that counts.
     torch.set_num_threads(1)
-    task = measure(arguments, device)
+    ways = [""] if device.type == "cpu" else ["", ", CUDA graph"]
+    measured = {way: measure(arguments, device, cuda_graph=bool(way)) for way in ways}
 
     console = Console(highlight=False)
     measured_in = describe_environment(device)
@@ -196,39 +208,43 @@ def main() -> int:
     table = make_table(
         ("a step of", "ms", "fastest\nturn", "engine\nover it", "bar", "torch's\ncalls", "views")
     )
-    milliseconds = {
-        loop: [1e3 * turn / arguments.steps for turn in turns]
-        for loop, turns in task.seconds.items()
-    }
-    engine = statistics.median(milliseconds[LOOPS[0]])
     rows = []
-    for loop, turns in milliseconds.items():
-        median, calls = statistics.median(turns), task.calls[loop]
-        rows.append(
-            {
-                "loop": loop,
-                "model": arguments.model,
-                "img_size": arguments.img_size,
-                "batch_size": arguments.batch_size,
-                "channels_last": arguments.channels_last,
-                "ms": median,
-                "fastest_ms": min(turns),
-                "engine_over_it": engine / median,
-                "torch_calls": calls.computing / arguments.steps,
-                "views": calls.views / arguments.steps,
-            }
-        )
-        table.add_row(
-            loop,
-            f"{median:.2f}",
-            f"{min(turns):.2f}",
-            "" if loop == LOOPS[0] else f"{engine / median:.3f}",
-            f"<= {BAR}" if loop == LOOPS[1] else "",
-            *(f"{n / arguments.steps:.0f}" if n else "-" for n in (calls.computing, calls.views)),
-        )
+    for way, task in measured.items():
+        milliseconds = {
+            loop: [1e3 * turn / arguments.steps for turn in turns]
+            for loop, turns in task.seconds.items()
+        }
+        engine = statistics.median(milliseconds[LOOPS[0]])
+        for loop, turns in milliseconds.items():
+            median, calls = statistics.median(turns), task.calls[loop]
+            rows.append(
+                {
+                    "loop": loop + way,
+                    "model": arguments.model,
+                    "img_size": arguments.img_size,
+                    "batch_size": arguments.batch_size,
+                    "channels_last": arguments.channels_last,
+                    "torchcompile": arguments.torchcompile,
+                    "ms": median,
+                    "fastest_ms": min(turns),
+                    "engine_over_it": engine / median,
+                    "torch_calls": calls.computing / arguments.steps,
+                    "views": calls.views / arguments.steps,
+                }
+            )
+            counts = calls.computing, calls.views
+            table.add_row(
+                loop + way,
+                f"{median:.2f}",
+                f"{min(turns):.2f}",
+                "" if loop == LOOPS[0] else f"{engine / median:.3f}",
+                f"<= {BAR}" if loop == LOOPS[1] else "",
+                *(f"{n / arguments.steps:.0f}" if n else "-" for n in counts),
+            )
     console.print(table)
     console.print(
         f"ms: median of {arguments.turns} turns of {arguments.steps} steps.\n"
+        "engine over it: the engine's time over the row's, without CUDA graphs or with them like the row.\n"
         "calls: of operators that compute; one call may start several kernels, as those for lists of "
         "tensors do.",
         style="dim",
