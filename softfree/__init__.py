@@ -10,7 +10,7 @@ from typing import Any
 
 from softfree.analysis import capture_attention
 from softfree.layers import MultiheadSoftAttention, SoftAttention, SoftBlock
-from softfree.models import fold_batch_norms, load_release_checkpoint, replace_attention
+from softfree.models import capture, fold_batch_norms, load_release_checkpoint, replace_attention
 from softfree.ops import (
     newton_inverse,
     newton_residuals,
@@ -25,6 +25,7 @@ __all__ = [
     "MultiheadSoftAttention",
     "SoftAttention",
     "SoftBlock",
+    "capture",
     "capture_attention",
     "fold_batch_norms",
     "load_release_checkpoint",

@@ -6,13 +6,13 @@ CUDA graph, which the host then begins in one go.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from softfree.models.graphs import WARM_UP, CudaGraphs
+from softfree.models.graphs import WARM_UP, CudaGraphs, Recorder, explained
 from softfree.training import distributed
 from softfree.training.devices import autocast
 from softfree.training.distributed import Processes
@@ -78,14 +78,6 @@ class Step:
         return numbers | {"grad_norm": self.optimizer.update()} if last else numbers
 
 
-class Recorder(Protocol):
-    """What captures calls; see :class:`softfree.models.graphs.CudaGraphs`."""
-
-    def warm_up(self, body: Callable[[], Any]) -> Any: ...
-
-    def record(self, body: Callable[[], Any]) -> Callable[[], Any]: ...
-
-
 class GraphedStep(Step):
     """A step whose passes are captured and replayed, a graph for each shape of a batch.
 
@@ -130,16 +122,8 @@ class GraphedStep(Step):
             names.extend(numbers)
             return torch.stack([x.float() for x in numbers.values()])
 
-        try:
+        with explained("`cuda_graph`: the step of this model"):
             replay = self.recorder.record(body)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            # The end of a capture that has failed raises an error of its own.
-            reason = str(error.__context__ or error).strip().splitlines()[0]
-            raise ValueError(
-                f"`cuda_graph`: this model's step can't be captured ({reason}); it trains without"
-            ) from error
         return names, replay
 
 
