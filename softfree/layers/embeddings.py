@@ -6,6 +6,7 @@ from timm.layers import ConvNormAct, trunc_normal_
 from torch import Tensor, nn
 
 from softfree.ops.shared.devices import exporting
+from softfree.ops.shared.shapes import certain
 
 
 def stem(in_chans: int, dim: int, *, overlap: bool = True) -> nn.Sequential:
@@ -81,8 +82,11 @@ def resize_positions(
 
 def must_resize(grid: tuple[int, ...], size: tuple[int, int]) -> bool:
     """Whether what was learned at ``grid`` has to be resized to ``size``."""
-    # A traced program must do it at every size, also if the example has the learned one.
-    return exporting() or torch.jit.is_tracing() or tuple(size) != tuple(grid)
+    # A traced program must do it at every size, also if the example has the learned one; one of symbolic sizes
+    # would be fixed to what it is told of them.
+    if exporting() or torch.jit.is_tracing():
+        return True
+    return not all(certain(a == b) for a, b in zip(size, grid, strict=True))
 
 
 def resize(image: Tensor, size: tuple[int, int]) -> Tensor:

@@ -22,6 +22,7 @@ from softfree.layers.plain import is_plain
 from softfree.layers.pooling import Sampled, pool_grid, pooling_matrix, smaller
 from softfree.ops.norm import landmark_norm
 from softfree.ops.shared.precision import compute_dtype
+from softfree.ops.shared.shapes import certain
 from softfree.ops.window_product import cross_the_border, window_grid, window_product, windows
 
 Grid = tuple[int, ...]
@@ -370,8 +371,7 @@ def pooled_share(
     prefix, grid, window = sampler.layout(tokens, size)
     single = prefix if sampler.stride == 1 else 0
     windows = single + math.prod(window_grid(grid, window))
-    # An exported program is not asked: the answer would fix it to a size.
-    if isinstance(windows, int) and landmarks.shape[2] == windows:
+    if certain(landmarks.shape[2] == windows):
         return None
     if landmark_mask is None:
         return landmarks.shape[2] / windows

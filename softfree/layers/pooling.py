@@ -9,7 +9,10 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from softfree.ops.shared.shapes import certain
 
 Sampled = tuple[Tensor, Tensor | None]
 
@@ -40,7 +43,7 @@ def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], count: int)
         target = (side + single * (1 - side), across + single * (count - across))
     if known:
         target = _target(grid, count)
-        if target == grid:
+        if _same(target, grid):
             return x, mask
         if len(grid) == 2 and grid[0] == 1 and mask is not None:
             return pool_segments(x, mask, count)
@@ -117,11 +120,14 @@ def pooling_matrix(
                 [0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.0000, 0.5000, 0.5000]])
     """
     target = _target(grid, count)
-    if target == grid:
+    if _same(target, grid):
         return None
     with torch.inference_mode(False):  # what is kept here may serve in training later
         down, across = _side_matrices(grid, target, torch.empty(0, device=device))
-        return torch.block_diag(torch.eye(single, device=device), torch.kron(down, across))
+        # Not by torch.kron and block_diag, which fix a compiled program to a size.
+        pooled = (down[:, None, :, None] * across[:, None, :]).flatten(2).flatten(0, 1)
+        stay = F.pad(torch.eye(single, device=device), (0, pooled.shape[1]))
+        return torch.cat([stay, F.pad(pooled, (single, 0))])
 
 
 def smaller(a: Any, b: Any) -> Any:
@@ -155,6 +161,10 @@ def _sides(dimensions: int, count: int) -> tuple[int, ...]:
         return (count,)
     side = math.isqrt(count) if dimensions == 2 else int(count ** (1 / dimensions) + 1e-9)
     return (side, *_sides(dimensions - 1, count // side))
+
+
+def _same(target: tuple[int, ...], grid: tuple[int, ...]) -> bool:
+    return all(certain(bins == side) for bins, side in zip(target, grid, strict=True))
 
 
 def _bounds(

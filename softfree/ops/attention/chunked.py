@@ -54,7 +54,8 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
         w = mix(u[batch], a[batch], inverse[batch], settings).flatten(0, 1)
         for chunk in reversed(query_chunks):  # the last chunk's kernel is still there
             product(x[batch, :, chunk], queries.kernel(batch, chunk), w)
-    return x, inverse, u if sums_shape(v, landmarks) == u.shape else u.new_empty(0)
+    kept = sums_shape(v, landmarks)
+    return x, inverse, u if kept == u.shape else u.new_empty(kept)
 
 
 def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, ...]:
@@ -65,9 +66,10 @@ def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, 
 
 def sums_shape(v: Tensor, landmarks: Tensor) -> tuple[int, ...]:
     """Of U as kept for the backward pass: empty where tokens are few, and U is not small beside them."""
-    if v.shape[2] <= FEW_TOKENS:
-        return (0,)
-    return *landmarks.shape[:3], v.shape[3]
+    batch, heads, m, _ = landmarks.shape
+    # Not by a comparison, which would fix a compiled program to one side of it.
+    many = torch.sym_min(1, v.shape[2] // (FEW_TOKENS + 1))
+    return batch, heads, m * many, v.shape[3]
 
 
 def backward(

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,13 +54,26 @@ def interpreted() -> bool:
     return triton.knobs.runtime.interpret
 
 
-@functools.cache
+def remembered(question: Callable[..., Any]) -> Any:
+    """``functools.cache`` of a question about a device; to a compiler, the answer is a constant."""
+    cached = functools.cache(question)
+
+    @functools.wraps(question)
+    def ask(*about: torch.device) -> Any:
+        return cached(*about)
+
+    # As torch.compiler.assume_constant_result does, which imports the compiler. A bare cache it would warn of.
+    ask._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return ask
+
+
+@remembered
 def has_matrix_units(device: torch.device) -> bool:
     """Whether a GPU has the matrix instructions of the kernels; the interpreter has."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@functools.cache
+@remembered
 def is_hopper(device: torch.device) -> bool:
     """Whether the GPU is of that generation, or later with as much shared memory; what is no GPU counts as one."""
     if device.type != "cuda":
@@ -69,7 +83,7 @@ def is_hopper(device: torch.device) -> bool:
     return properties.major >= 9 and shared_memory >= 227 * 1024
 
 
-@functools.cache
+@remembered
 def processors(device: torch.device) -> int:
     """How many streaming multiprocessors a GPU has; 1 for what is none."""
     if device.type != "cuda":
@@ -77,14 +91,14 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-@functools.cache
+@remembered
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel can let the next one begin before it ends."""
     on_nvidia = device.type == "cuda" and torch.version.hip is None
     return on_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@remembered
 def as_for_ampere() -> dict[str, str]:
     """The option to compile a kernel for Ampere, whose matrix instructions take their operands from registers.
 

@@ -1,5 +1,6 @@
-"""Sizes of blocks and the layout of tokens, which need no Triton."""
+"""Sizes of blocks and the layout of tokens, which need no Triton; questions about sizes."""
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,20 @@ def power_of_two(length: int) -> int:
 def block(length: int) -> int:
     """A length padded to a block that the matrix units take."""
     return max(16, power_of_two(length))
+
+
+def certain(condition: bool | Tensor) -> bool:
+    """Whether a comparison of sizes holds at every size that a traced program may meet; in eager mode: at these.
+
+    To ask a symbolic size itself would fix the program to the answer.
+    """
+    if isinstance(condition, Tensor):  # of sizes under torch.jit.trace
+        return False
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def token_tensor(like: Tensor, channels: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast
 from softfree.ops.shared.registration import register
-from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
+from softfree.ops.shared.shapes import block, certain, power_of_two, tiles_of, token_tensor
 
 # Channels of q and of the result that the kernels take; more spill registers.
 MAX_CHANNELS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 64}
@@ -94,13 +94,11 @@ def _over_the_border(size: tuple[int, ...], window: tuple[int, ...]) -> list[int
 def cross_the_border(size: tuple[int, ...], window: tuple[int, ...]) -> bool:
     """Whether windows at the border are incomplete, or may be where the size is symbolic.
 
-    A symbolic size under torch.export may be padded by 0 without harm; asking for its value would fix the
-    exported program to it.
+    A symbolic size may be padded by 0 without harm; asking for its value would fix the program to it.
     """
     if all(side == 1 for side in window):
         return False
-    over = _over_the_border(size, window)
-    return any(not isinstance(amount, int) or amount > 0 for amount in over)
+    return not all(certain(amount == 0) for amount in _over_the_border(size, window))
 
 
 def _fits(q: Tensor, weight: Tensor) -> bool:
