@@ -257,14 +257,16 @@ def _fake_backward(grad, inputs, *_):
     )
 
 
-def backward_flops(grad, inputs, *_) -> int:
-    """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, Eq. 12; few tokens: P V."""
+def backward_flops(grad, inputs, inverse, u, settings, backend) -> int:
+    """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, W, dU, dA; few tokens: P V."""
     batch, heads, n, d = inputs.q
     m, n_k, d_v = inputs.landmarks[2], inputs.v[2], inputs.v[3]
     queries = n * m * (3 * d + 2 * d_v)
     again = n_k <= chunked.FEW_TOKENS
     keys = n_k * m * ((2 + again) * d_v + (0 if inputs.k is None else 3 * d))
-    matrices = 2 * m**3 + 3 * m * m * d_v + 2 * m * m * d
+    # A solve of order 2 takes U and dW through G twice, and its dA has two terms.
+    twice = settings.inverse.method == "solve" and settings.inverse.order == 2
+    matrices = (6 if twice else 3) * m * m * d_v + 2 * m * m * d
     return 2 * batch * heads * (queries + keys + matrices)
 
 

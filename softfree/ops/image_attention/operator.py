@@ -278,7 +278,8 @@ def _flops(x, weights, pooling, places, eps, settings, keep) -> int:
 
 def _backward_flops(grad, x, weights, pooling, kept, places, eps, settings) -> int:
     around, q, landmarks = _flops_around(x, weights, pooling, places)
-    return 2 * around + attention.backward_flops(None, Inputs(q, None, q, landmarks))
+    inputs = Inputs(q, None, q, landmarks)
+    return 2 * around + attention.backward_flops(None, inputs, None, None, settings, "triton")
 
 
 def _flops_around(x, weights, pooling, places) -> tuple[int, Any, Any]:

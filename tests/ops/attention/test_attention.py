@@ -618,8 +618,7 @@ def test_flops_are_those_counted_by_hand():
         + 2 * n * m * d_v  # R^T G and G W^T
         + 3 * n_k * m * d_v  # P V once more, V dU^T and P^T dU
         + 2 * (n + n_k) * m * d  # E L and E^T Q, for queries and for keys
-        + 3 * m * m * d_v  # W, dU and dY'
-        + 2 * m**3  # Eq. 12
+        + 3 * m * m * d_v  # W, dU and dA, by Eq. 12 with matrices of the rank of the channels
         + 2 * m * m * d  # A, and its exponential's gradient
     )
     assert backward.get_total_flops() == 2 * batch * heads * multiply_adds

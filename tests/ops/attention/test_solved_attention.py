@@ -128,6 +128,23 @@ def test_it_costs_fewer_operations_than_the_iteration():
     assert counts["newton"] - counts["solve"] == 2 * 4 * (40 * m**3 - m**3 // 6 - m * m * d)
 
 
+@pytest.mark.parametrize(("order", "products"), [(1, 3), (2, 6)])
+def test_flops_of_the_gradient_are_those_counted_by_hand(order, products):
+    n, m, d = 40, 9, 8
+    inputs = random_problem(n=n, m=m, d=d).map(lambda t: t.requires_grad_())
+    out = attend(inputs, "torch", inverse="solve", order=order)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    multiply_adds = (
+        n * m * d  # R once more
+        + 5 * n * m * d  # R^T G, G W^T, P V once more, V dU^T and P^T dU
+        + 2 * n * m * d  # E L and E^T Q
+        + products * m * m * d  # G U and G dW, at order 2 G of these, and as many terms of dA
+        + 2 * m * m * d  # A, and its exponential's gradient
+    )
+    assert counter.get_total_flops() == 2 * 4 * multiply_adds
+
+
 def test_exported_it_is_the_same():
     problem = random_problem(n=40, m=49, d=16, smooth=True, landmarks_masked=True).map(
         lambda t: t.float()
