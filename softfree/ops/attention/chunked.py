@@ -1,40 +1,49 @@
 """The operator in plain PyTorch at a bounded memory: backend ``"torch"``.
 
-Tokens are read in chunks whose kernel values stay in the processor's cache, and the kernel is computed
-again wherever it is needed a second time. Nothing of size n x m outlives a chunk: beside the result,
+Tokens are read in chunks whose kernel values stay in the processor's cache. Those of the first chunks are kept
+for the second pass, the others computed again. Nothing of size n x m outlives a call: beside the result,
 the forward pass keeps O(m^2 + m d) per head for the backward pass. Buffers are made once per call and
 reused by every chunk, since on a CPU fresh memory costs more than the arithmetic done in it.
 
-Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = x - c``,
+Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = sqrt(scale) (x - c)``,
 
-    -||q - l||^2 / 2 = q~ . l~ - ||q~||^2 / 2 - ||l~||^2 / 2,
+    -scale ||q - l||^2 / 2 = q~ . l~ - ||q~||^2 / 2 - ||l~||^2 / 2 = (q~, ||q~||^2, 1) . (l~, -1/2, -||l~||^2 / 2),
 
 where the shift by ``c`` keeps the terms as small as the distances themselves, so that their difference
-stays accurate, and a bound at 0 makes the squared distance non-negative.
+stays accurate. The 1 also gives the backward pass its sums over tokens. The scale has a factor log2 e, since
+powers of 2 are several times as fast as those of e on some processors.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from softfree.ops.attention.mixing import (
+    LOG2_E,
     invert_landmarks,
     landmark_matrix,
     mix,
     mixing_backward,
 )
+from softfree.ops.attention.reference import squared_distance
 from softfree.ops.attention.settings import AttentionSettings, Inputs
 from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.shared.shapes import token_tensor
 
 # Kernel values a chunk may hold. On a CPU they are meant to stay in cache; elsewhere launches should be
 # few.
-CHUNK_ELEMENTS = {"cpu": 2**19}
+CHUNK_ELEMENTS = {"cpu": 2**18}
 CHUNK_ELEMENTS_ELSEWHERE = 2**25
+# Chunks whose kernels are kept for the second pass; elsewhere the last alone. More memory than this the allocator
+# returns to the system after each call, and new pages cost as much as computing again.
+KEPT_CHUNKS = {"cpu": 3}
 # Beyond this scale * ||l - c||^2 the float32 terms of the exponent cancel too many digits, and the product
-# is taken in float64. On a CPU only: elsewhere looking would wait for the device.
+# is taken in float64; where that would cancel as many, differences are. On a CPU only: elsewhere looking
+# would wait for the device.
 FAR = 32.0
+APART = FAR * 2**29
 FEW_TOKENS = 1024  # up to so many, U is computed again for the backward pass instead of kept
 
 
@@ -44,7 +53,7 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
     points = _Landmarks(landmarks, landmark_mask, settings.scale)
     a, inverse = invert_landmarks(points.values, landmark_mask, settings)
     x = token_tensor(q, v.shape[-1])
-    u = points.values.new_zeros(*landmarks.shape[:3], v.shape[-1])
+    u = points.values.new_empty(*landmarks.shape[:3], v.shape[-1])
     keys = _Tokens("keys", q if k is None else k, points)
     queries = keys if k is None else _Tokens("queries", q, points)
     product = points.scratch.product
@@ -87,8 +96,8 @@ def backward(
     a = landmark_matrix(points.values, landmark_mask, settings.scale)
     kept = u.numel() > 0
     if not kept:
-        u = points.values.new_zeros(*landmarks.shape[:3], v.shape[-1])
-    grad_w = torch.zeros_like(u)
+        u = points.values.new_empty(*landmarks.shape[:3], v.shape[-1])
+    grad_w = torch.empty_like(u)
     grad_landmarks = torch.empty_like(points.values, memory_format=torch.contiguous_format)
     grad_q = token_tensor(q, q.shape[-1])
     grad_k = q.new_empty(0) if k is None else token_tensor(k, k.shape[-1])
@@ -99,7 +108,7 @@ def backward(
     for batch, key_chunks, query_chunks in _plan(q, keys.tokens, landmarks.shape[2]):
         for chunk in query_chunks:
             g = load("grad", grad[batch, :, chunk])
-            grad_w[batch].flatten(0, 1).baddbmm_(queries.kernel(batch, chunk).mT, g)
+            _add_product(grad_w[batch], queries.kernel(batch, chunk).mT, g, chunk)
             if k is None and not kept:  # the chunk's kernel is still there
                 keys.collect(u, v, key_mask, batch, chunk)
         for chunk in () if k is None or kept else key_chunks:
@@ -125,17 +134,23 @@ def backward(
                     p, values = _masked(p, values, key_mask[batch, chunk])
                 e.baddbmm_(values, grad_u.mT)
                 product(grad_v[batch, :, chunk], p, grad_u)
-            queries.through_exponential(e.mul_(r), grad_q[batch, :, chunk], grad_landmarks[batch])
+            points_of = queries.points(batch, chunk)
+            points.through_exponential(
+                e.mul_(r), points_of, batch, grad_q[batch, :, chunk], grad_landmarks[batch]
+            )
         if k is None:
             continue
         for chunk in reversed(key_chunks):
             p, values = keys.kernel(batch, chunk), load("values", v[batch, :, chunk])
-            if key_mask is not None:
+            points_of = keys.points(batch, chunk)
+            if key_mask is not None:  # NaN at a masked key must reach no gradient
                 p, values = _masked(p, values, key_mask[batch, chunk])
-                keys.forget(key_mask[batch, chunk])
+                points_of.masked_fill_(_absent(key_mask[batch, chunk], points_of), 0)
             e = torch.bmm(values, grad_u.mT, out=points.scratch("scores", p.shape))
             product(grad_v[batch, :, chunk], p, grad_u)
-            keys.through_exponential(e.mul_(p), grad_k[batch, :, chunk], grad_landmarks[batch])
+            points.through_exponential(
+                e.mul_(p), points_of, batch, grad_k[batch, :, chunk], grad_landmarks[batch]
+            )
     return grad_q, grad_k, grad_v, grad_landmarks.to(landmarks.dtype)
 
 
@@ -146,13 +161,13 @@ class _Scratch:
         self.like = like
         self.buffers: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        size = 1
-        for length in shape:
-            size *= length
+    def __call__(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        size = math.prod(shape)
         buffer = self.buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self.buffers[name] = self.like.new_empty(size)
+            buffer = self.buffers[name] = self.like.new_empty(size, dtype=dtype)
         return buffer[:size].view(shape)
 
     def load(self, name: str, tokens: Tensor) -> Tensor:
@@ -176,7 +191,8 @@ class _Landmarks:
     """Landmarks prepared once for all chunks: centred, and as one side of the exponent."""
 
     def __init__(self, landmarks: Tensor, mask: Tensor | None, scale: float):
-        self.scale = scale
+        self.root = math.sqrt(scale * LOG2_E)
+        self.heads, self.count = landmarks.shape[1:3]
         self.values = landmarks.to(compute_dtype(landmarks.dtype))
         self.absent = None
         if mask is None:
@@ -186,20 +202,50 @@ class _Landmarks:
             self.values = torch.where(mask[:, None, :, None], self.values, 0)
             count = mask.sum(1).clamp(min=1)[:, None, None, None]
             self.centre = self.values.sum(2, keepdim=True) / count
-        self.centred = self.values - self.centre
-        norms = self.centred.square().sum(-1)
-        self.factor = self.centred.mT * scale
-        self.bias = norms[:, :, None, :] * (-0.5 * scale)
-        self.count = landmarks.shape[2]
-        looks = norms.device.type == "cpu" and norms.dtype == torch.float32 and norms.numel() > 0
-        self.far = looks and scale * norms.max().item() > FAR
         self.scratch = _Scratch(self.values)
+        self.on_cpu = self.values.device.type == "cpu"
+        self.far = self.apart = False
+        norms = self._prepare(self.values - self.centre)
+        if self.on_cpu and norms.numel() > 0:
+            farthest = norms.max().item() / LOG2_E
+            self.far = farthest > FAR and norms.dtype == torch.float32
+            self.apart = farthest > APART
+        if self.far:
+            self.centre = self.centre.double()
+            self._prepare(self.values - self.centre)
 
-    def exponent_in_float64(self, points: Tensor, batch: slice) -> Tensor:
-        """The exponent of centred tokens (batch * heads, chunk, d) in float64."""
-        points, landmarks = points.double(), self.centred[batch].flatten(0, 1).double()
-        norms = points.square().sum(-1, keepdim=True) + landmarks.square().sum(-1)[:, None, :]
-        return self.scale * (torch.bmm(points, landmarks.mT) - 0.5 * norms)
+    def _prepare(self, centred: Tensor) -> Tensor:
+        """Both sides of products with the centred landmarks (batch, heads, m, d); returns their squared norms."""
+        scaled = centred.flatten(0, 1).mul_(self.root)
+        norms = scaled.square().sum(-1)
+        rows, count, channels = scaled.shape
+        self.factor = scaled.new_empty(rows, channels + 2, count)
+        self.factor[:, :channels] = scaled.mT
+        self.factor[:, channels] = -0.5
+        torch.mul(norms, -0.5, out=self.factor[:, channels + 1])
+        self.scaled = torch.nn.functional.pad(scaled, (0, 1), value=1.0)
+        return norms
+
+    def rows(self, batch: slice) -> slice:
+        """Of batch * heads."""
+        return slice(batch.start * self.heads, batch.stop * self.heads)
+
+    def through_exponential(
+        self, e: Tensor, points: Tensor, batch: slice, grad: Tensor, grad_landmarks: Tensor
+    ) -> None:
+        """Write the ``grad`` of a chunk; add the landmarks' part to ``grad_landmarks``.
+
+        ``points`` (rows, chunk, d + 2) end in a 1, ``scaled`` too, so that products with them sum E as well.
+        """
+        scaled = self.scaled[self.rows(batch)]
+        e = e.to(scaled.dtype)  # what cancels in the exponent cancels here, too
+        channels = scaled.shape[-1] - 1
+        into = torch.bmm(e.mT, points)
+        into = into[..., :channels].addcmul_(into[..., -1:], scaled[..., :channels], value=-1)
+        grad_landmarks.add_(into.view(grad_landmarks.shape), alpha=self.root / LOG2_E)
+        rows = torch.bmm(e, scaled)
+        rows = rows[..., :channels].addcmul_(rows[..., -1:], points[..., :channels], value=-1)
+        torch.mul(rows.view(grad.shape), self.root / LOG2_E, out=grad)
 
 
 class _Tokens:
@@ -209,33 +255,53 @@ class _Tokens:
         self.name = name
         self.tokens = tokens
         self.landmarks = landmarks
+        self.kept = KEPT_CHUNKS.get(tokens.device.type, 1)
         self.batch: slice | None = None
-        self.chunk: slice | None = None
-        self.points = self.values = tokens.new_empty(0)
+        self.kernels: list[tuple[slice, Tensor]] = []
 
-    def kernel(self, batch: slice, chunk: slice) -> Tensor:
-        """``kappa(tokens, landmarks)``, (batch * heads, chunk, m); valid until the next call."""
+    def points(self, batch: slice, chunk: slice) -> Tensor:
+        """Centred and scaled tokens, their squared norm and 1: (batch * heads, chunk, d + 2)."""
         marks = self.landmarks
-        if (batch, chunk) == (self.batch, self.chunk):
-            return self.values
-        self.batch, self.chunk = batch, chunk
         tokens = self.tokens[batch, :, chunk]
         rows, heads, length, channels = tokens.shape
-        points = marks.scratch(self.name, (rows, heads, length, channels))
-        torch.sub(tokens, marks.centre[batch], out=points)
-        self.points = points.flatten(0, 1)
-        exponent = marks.scratch(self.name + " kernel", (rows * heads, length, marks.count))
-        if marks.far:
-            exponent.copy_(marks.exponent_in_float64(self.points, batch))
+        points = marks.scratch(self.name, (rows, heads, length, channels + 2), marks.factor.dtype)
+        scaled, norms = points[..., :channels], points[..., channels]
+        torch.sub(tokens, marks.centre[batch], out=scaled).mul_(marks.root)
+        torch.linalg.vector_norm(scaled, dim=-1, out=norms).square_()
+        points[..., -1] = 1
+        return points.flatten(0, 1)
+
+    def kernel(self, batch: slice, chunk: slice) -> Tensor:
+        """``kappa(tokens, landmarks)``, (batch * heads, chunk, m); valid until others are computed."""
+        if batch != self.batch:
+            self.batch, self.kernels = batch, []
+        for known, values in self.kernels:
+            if known == chunk:
+                return values
+        del self.kernels[self.kept - 1 :]
+        values = self._kernel(batch, chunk, f"{self.name} {len(self.kernels)}")
+        self.kernels.append((chunk, values))
+        return values
+
+    def _kernel(self, batch: slice, chunk: slice, name: str) -> Tensor:
+        marks = self.landmarks
+        tokens = self.tokens[batch, :, chunk]
+        rows, heads, length, _ = tokens.shape
+        exponent = marks.scratch(name, (rows * heads, length, marks.count))
+        if marks.apart:
+            points = tokens.to(exponent.dtype).flatten(0, 1)
+            distance = squared_distance(points, marks.values[batch].flatten(0, 1))
+            torch.mul(distance, -0.5 * marks.root**2, out=exponent)
+        elif marks.far:
+            exponent.copy_(torch.bmm(self.points(batch, chunk), marks.factor[marks.rows(batch)]))
         else:
-            bias, factor = marks.bias[batch].flatten(0, 1), marks.factor[batch].flatten(0, 1)
-            torch.baddbmm(bias, self.points, factor, out=exponent)
-            norms = torch.linalg.vector_norm(self.points, dim=-1, keepdim=True)
-            exponent.sub_(norms.square_().mul_(0.5 * marks.scale))
-        self.values = exponent.clamp_(max=0).exp_()
+            torch.bmm(self.points(batch, chunk), marks.factor[marks.rows(batch)], out=exponent)
+        if not marks.on_cpu:
+            exponent.clamp_(max=0)  # nobody has looked whether terms are small enough
+        values = exponent.exp2_()
         if marks.absent is not None:
-            self.values.view(rows, heads, length, -1).masked_fill_(marks.absent[batch], 0)
-        return self.values
+            values.view(rows, heads, length, -1).masked_fill_(marks.absent[batch], 0)
+        return values
 
     def collect(
         self, u: Tensor, v: Tensor, mask: Tensor | None, batch: slice, chunk: slice
@@ -245,24 +311,12 @@ class _Tokens:
         values = self.landmarks.scratch.load("values", v[batch, :, chunk])
         if mask is not None:
             p, values = _masked(p, values, mask[batch, chunk])
-        u[batch].flatten(0, 1).baddbmm_(p.mT, values)
+        _add_product(u[batch], p.mT, values, chunk)
 
-    def forget(self, mask: Tensor) -> None:
-        """Set the last chunk's masked tokens to 0, so that NaN there reaches no gradient."""
-        self.points.masked_fill_(_absent(mask, self.points), 0)
 
-    def through_exponential(self, e: Tensor, grad: Tensor, grad_landmarks: Tensor) -> None:
-        """Write the last chunk's ``grad``; add the landmarks' part to ``grad_landmarks``."""
-        marks = self.landmarks
-        points, centred = self.points, marks.centred[self.batch].flatten(0, 1)
-        rows = marks.scratch("rows", points.shape)
-        if marks.far:  # what cancels in the exponent cancels here, too
-            e, points, centred, rows = e.double(), points.double(), centred.double(), rows.double()
-        into = torch.bmm(e.mT, points).addcmul_(e.sum(1)[..., None], centred, value=-1)
-        grad_landmarks.add_(into.view(grad_landmarks.shape), alpha=marks.scale)
-        torch.bmm(e, centred, out=rows)
-        rows.addcmul_(e.sum(2, keepdim=True), points, value=-1).mul_(marks.scale)
-        grad.copy_(rows.view(grad.shape))
+def _add_product(total: Tensor, left: Tensor, right: Tensor, chunk: slice) -> None:
+    """Add a chunk's product to (batch, heads, m, d), which may hold anything before the first."""
+    total.flatten(0, 1).baddbmm_(left, right, beta=int(chunk.start > 0))
 
 
 def _masked(kernel: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,23 +3,32 @@
 The mixing matrix ``Y'`` is the inverse ``Y`` of the landmark kernel ``A`` (SOFT) or its normalised form
 ``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (SOFT++). No function here looks at a token.
 
-What is kept of the inverse for the backward pass is Y itself, by Newton's iteration, or the Cholesky factor of
-``A + ridge I``, by a solve.
+What is kept of the inverse for the backward pass is Y itself, by Newton's iteration, or the inverse Cholesky factor
+of ``A + ridge I``, by a solve.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
-from softfree.ops.attention.inverse import newton_iterate
-from softfree.ops.attention.reference import landmark_kernel, normalize_inverse, normalizers
+from softfree.ops.attention.inverse import factored_newton, newton_iterate
+from softfree.ops.attention.reference import (
+    among_present,
+    normalize_inverse,
+    normalizers,
+    squared_distance,
+)
 from softfree.ops.attention.settings import AttentionSettings, InverseSettings
-from softfree.ops.attention.solve import cholesky_factor, solve, solve_backward
+from softfree.ops.attention.solve import inverse_factor, solve, solve_backward
+
+LOG2_E = math.log2(math.e)  # exp(x) is 2^(x log2 e), several times as fast on some processors
 
 
 def landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
     """``A`` of landmarks (batch, heads, m, d) and their mask (batch, m): (batch, heads, m, m)."""
-    mask = None if landmark_mask is None else landmark_mask[:, None, :]
-    return landmark_kernel(landmarks, mask, scale)
+    a = squared_distance(landmarks, landmarks).mul_(-0.5 * scale * LOG2_E).exp2_()
+    return a if landmark_mask is None else among_present(a, landmark_mask[:, None, :])
 
 
 def invert_landmarks(
@@ -28,9 +37,10 @@ def invert_landmarks(
     """Kernel matrix and what is kept of its inverse, of landmarks (batch, heads, m, d): two (batch, heads, m, m)."""
     a = landmark_matrix(landmarks, landmark_mask, settings.scale)
     if settings.inverse.method == "solve":
-        return a, cholesky_factor(a, settings.inverse.ridge)
-    on_cpu = a.device.type == "cpu"
-    return a, newton_iterate(a, settings.inverse, may_stop_early=on_cpu)
+        return a, inverse_factor(a, settings.inverse.ridge)
+    # Elsewhere float64 is slow or absent.
+    newton = factored_newton if a.device.type == "cpu" else newton_iterate
+    return a, newton(a, settings.inverse)
 
 
 def mix(u: Tensor, a: Tensor, inverse: Tensor, settings: AttentionSettings) -> Tensor:

@@ -42,8 +42,11 @@ def landmark_kernel(
         a = torch.exp(-0.5 * scale * differences.square().sum(-1))
     else:
         a = gaussian_kernel(landmarks, landmarks, scale)
-    if mask is None:
-        return a
+    return a if mask is None else among_present(a, mask)
+
+
+def among_present(a: Tensor, mask: Tensor) -> Tensor:
+    """A (..., m, m) where both landmarks take part by their mask (..., m), else the identity."""
     both = mask[..., :, None] & mask[..., None, :]
     return torch.where(both, a, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
 

@@ -4,8 +4,8 @@ With ``B = A + r I`` and ``G = B^-1`` the inverse is ``Y = G`` (order 1) or ``Y 
 eigenvalue ``lam`` of ``A`` that is ``1 / (lam + r)`` or ``(lam + 2 r) / (lam + r)^2``: of what an inverse would give,
 the share ``1 - r / (lam + r)`` or ``1 - (r / (lam + r))^2``. No eigenvalue is thrown away, and no step is repeated.
 
-Y is never formed. ``B = C C^T`` is factored once, and ``Y X`` is two or four solves with triangles, which keeps
-the digits that Y would lose: pivots are at least r.
+Y is never formed, which would lose digits. ``B = C C^T`` is factored once, with pivots of at least r, and ``Y X`` is two or
+four solves with triangles in :func:`ridge_solve`, the definition. The backends apply ``M = C^-1`` as often instead.
 """
 
 import torch
@@ -19,16 +19,27 @@ from softfree.ops.shared.precision import compute_dtype
 EXPORTED_STEPS = 18
 
 
-def cholesky_factor(a: Tensor, ridge: float) -> Tensor:
-    """C, lower triangular, of ``A + ridge I = C C^T``; (..., m, m)."""
+def inverse_factor(a: Tensor, ridge: float) -> Tensor:
+    """``M = C^-1``, lower triangular, of ``A + ridge I = C C^T``; (..., m, m). Then ``G = M^T M``.
+
+    On a CPU by way of float64, which costs no more there and leaves M off by one rounding alone.
+    """
+    wide = a.double() if a.device.type == "cpu" else a
+    eye = torch.eye(a.shape[-1], dtype=wide.dtype, device=a.device)
+    lower = torch.linalg.cholesky_ex(torch.add(wide, eye, alpha=ridge)).L
     # LAPACK's columns lie next to each other; operators promise rows.
-    return torch.linalg.cholesky_ex(add_ridge(a, ridge)).L.contiguous()
+    return torch.linalg.solve_triangular(lower, eye, upper=False).to(a.dtype).contiguous()
+
+
+def apply_inverse(factor: Tensor, x: Tensor) -> Tensor:
+    """``G X = M^T (M X)``."""
+    return factor.mT @ (factor @ x)
 
 
 def solve(factor: Tensor, x: Tensor, ridge: float, order: int) -> Tensor:
-    """``Y X`` of the factor C (..., m, m) and X (..., m, c)."""
-    once = torch.cholesky_solve(x, factor)
-    return once if order == 1 else torch.cholesky_solve(x + ridge * once, factor)
+    """``Y X`` of M (..., m, m) and X (..., m, c)."""
+    once = apply_inverse(factor, x)
+    return once if order == 1 else apply_inverse(factor, torch.add(x, once, alpha=ridge))
 
 
 def solve_backward(
@@ -39,14 +50,15 @@ def solve_backward(
     ``dA = -(G grad) (G X)^T`` at order 1. At order 2, ``Y X = G (X + r G X)`` uses G twice:
     ``dA = -(G grad) (Y X)^T - r (G^2 grad) (G X)^T``. All have the rank of the channels.
     """
-    once, back = torch.cholesky_solve(torch.cat([x, grad], -1), factor).split(x.shape[-1], -1)
+    channels = x.shape[-1]
+    once, back = apply_inverse(factor, torch.cat([x, grad], -1)).split(channels, -1)
     if order == 1:
         return once, back, -(back @ once.mT)
-    right, again = torch.cholesky_solve(torch.cat([x + ridge * once, back], -1), factor).split(
-        x.shape[-1], -1
-    )
-    grad_a = -torch.cat([back, ridge * again], -1) @ torch.cat([right, once], -1).mT
-    return right, back + ridge * again, grad_a
+    right, again = apply_inverse(
+        factor, torch.cat([torch.add(x, once, alpha=ridge), ridge * back], -1)
+    ).split(channels, -1)
+    grad_a = -torch.cat([back, again], -1) @ torch.cat([right, once], -1).mT
+    return right, back + again, grad_a
 
 
 def iterated_solve(a: Tensor, x: Tensor, ridge: float, order: int) -> Tensor:
@@ -99,7 +111,9 @@ def ridge_solve(a: Tensor, x: Tensor, *, ridge: float | None = None, order: int 
     with torch.autocast(a.device.type, enabled=False):
         dtype = torch.promote_types(compute_dtype(a.dtype), compute_dtype(x.dtype))
         lower = torch.linalg.cholesky(add_ridge(a.to(dtype), ridge))
-        return solve(lower, x.to(dtype), ridge, order).to(x.dtype)
+        once = torch.cholesky_solve(x.to(dtype), lower)
+        result = once if order == 1 else torch.cholesky_solve(x + ridge * once, lower)
+        return result.to(x.dtype)
 
 
 def solve_spectrum(eigenvalues: Tensor, *, ridge: float | None = None, order: int = 2) -> Tensor:

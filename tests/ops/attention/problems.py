@@ -143,3 +143,23 @@ def kernel_matrix(m: int, d: int, *, batch: int = 1, spread: float = 1.0, seed: 
     generator = torch.Generator().manual_seed(seed)
     points = spread * torch.randn(batch, m, d, generator=generator, dtype=torch.float64)
     return reference.gaussian_kernel(points, points, 1 / math.sqrt(d))
+
+
+def hard_landmarks(m: int, d: int = 32) -> dict[str, Tensor]:
+    """Landmarks (m, d) by what their kernel matrix is like; float64."""
+    generator = torch.Generator().manual_seed(m)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    line = torch.linspace(0, 1, m, dtype=torch.float64)[:, None]
+    clusters = torch.randint(5, (m,), generator=generator)
+    return {
+        "identity": 40 * normal(m, d),
+        "ones": normal(1, d).expand(m, d).clone(),
+        "duplicates": normal((m + 1) // 2, d).repeat(2, 1)[:m],
+        "clusters": 3 * normal(5, d)[clusters] + 0.05 * normal(m, d),
+        "line": line * normal(1, d),
+        "random": normal(m, d),
+        "smooth": torch.sin(line * torch.arange(1, d + 1)) + 0.05 * normal(m, d),
+    }

@@ -1,4 +1,6 @@
-"""Backend "torch": chunks change nothing, memory stays bounded, little is kept for the backward pass."""
+"""Backend "torch": chunks and scales change nothing, memory stays bounded, little is kept for the backward pass."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch
 import softfree
 from softfree.ops.attention import chunked
 
-from .problems import errors, random_problem, solve
+from .problems import Problem, errors, random_problem, solve
 
 MIB = 2**20
 
@@ -36,6 +38,27 @@ def test_half_precision_sums_over_chunks_are_not_rounded_between_chunks(monkeypa
     monkeypatch.setitem(chunked.CHUNK_ELEMENTS, "cpu", 14)
     for name, error in errors(solve(problem, "torch", torch.bfloat16), whole).items():
         assert error < 1e-3, name
+
+
+def mixed_scales(largest: float, *, most: bool) -> Problem:
+    """Tokens beside landmarks, a third of both, or all but two, ``largest`` times as far from the origin."""
+    problem = random_problem(n=40, m=9)
+    q = problem.q.clone()
+    q[:, :, slice(2, None) if most else slice(None, None, 3)] *= largest
+    beside = q[:, :, :6] + 0.3 * problem.landmarks[:, :, :6]
+    return dataclasses.replace(problem, q=q, landmarks=torch.cat([beside, q[:, :, 6:9]], 2))
+
+
+@pytest.mark.parametrize("inverse", ["newton", "solve"])
+@pytest.mark.parametrize("most", [False, True])
+@pytest.mark.parametrize("largest", [10.0, 1e2, 1e4, 1e6, 1e8, 1e12, 1e18])
+def test_scales_may_be_mixed(largest, most, inverse):
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-6)):
+        problem = mixed_scales(largest, most=most).rounded(dtype)
+        expected = solve(problem, "reference", inverse=inverse)
+        found = errors(solve(problem, "torch", dtype, inverse=inverse), expected)
+        for name in found if largest < 1e10 else ("out", "v"):
+            assert found[name] < limit, (name, dtype)
 
 
 def peak_bytes(function) -> int:

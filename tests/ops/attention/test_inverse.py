@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import softfree
+from softfree.ops.attention import inverse
+from softfree.ops.attention.inverse import factored_newton, newton_iterate
+from softfree.ops.attention.reference import gaussian_kernel
+from softfree.ops.attention.settings import InverseSettings
 from softfree.ops.shared.precision import full_precision
 
-from .problems import kernel_matrix, relative_error
+from .problems import hard_landmarks, kernel_matrix, relative_error
 
 STARTS = ("scaled", "halving")
 
@@ -160,6 +164,70 @@ def test_halving_start_is_right_for_few_and_for_many_halvings():
             assert got == pytest.approx(naive_start(a, "halving"), rel=1e-12)
             counts.add(round(math.log2(2 / a.abs().sum(0).max().item() ** 2 / got)))
     assert counts >= {0, 5, 6, 7, 8}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("ridge", [0.0, 0.01])
+@pytest.mark.parametrize("m", [1, 2, 7, 16, 49, 100, 256])
+def test_the_factored_form_is_within_5e_5_of_twenty_plain_steps(m, ridge, start):
+    settings = InverseSettings("newton", 20, start, ridge)
+    conditions = []
+    for kind, landmarks in hard_landmarks(m).items():
+        landmarks = landmarks.float().double()
+        a = gaussian_kernel(landmarks, landmarks, 1 / math.sqrt(32)).float()[None]
+        conditions.append(torch.linalg.cond(a.double()).item())
+        expected, got = newton_iterate(a.double(), settings), factored_newton(a, settings)
+        assert got.dtype == torch.float32
+        assert relative_error(got, expected) < 5e-5, kind
+        generator = torch.Generator().manual_seed(0)
+        noise, v = torch.randn(2, 300, 32, generator=generator, dtype=torch.float64)
+        tokens = landmarks[torch.arange(300) % m] + 0.3 * noise
+        r = gaussian_kernel(tokens, landmarks, 1 / math.sqrt(32))
+        for d in (1.0, a[0].double().sum(-1, keepdim=True).rsqrt()):  # SOFT and SOFT++
+            x, exact = (r @ (d * (y[0].double() @ (d * (r.mT @ v)))) for y in (got, expected))
+            assert relative_error(x, exact) < 5e-5, kind
+    assert m == 1 or max(conditions) > 1e12
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("iterations", [14, 17, 25, 40])
+def test_the_factored_form_is_as_near_after_any_number_of_steps_that_it_takes(iterations, start):
+    settings = InverseSettings("newton", iterations, start)
+    for kind, landmarks in hard_landmarks(49).items():
+        a = gaussian_kernel(landmarks.float(), landmarks.float(), 1 / math.sqrt(32))[None]
+        expected = newton_iterate(a.double(), settings)
+        plain = relative_error(newton_iterate(a, settings), expected)
+        assert relative_error(factored_newton(a, settings), expected) < max(5e-5, 2 * plain), kind
+
+
+def test_the_weights_of_the_factored_form_make_an_exponential():
+    x = torch.logspace(-6, 10, 20_000, dtype=torch.float64)
+    part = x / 2**inverse.SQUARINGS
+    g = 1 / (1 + inverse.POLE * part)
+    first, second, third = inverse.WEIGHTS
+    residual = 1 - part * g * (first + second * g + third * g**2)
+    assert sum(inverse.WEIGHTS) == pytest.approx(1, abs=1e-12)
+    assert (residual ** (2**inverse.SQUARINGS) - torch.exp(-x)).abs().max() < 8e-7
+
+
+@pytest.mark.parametrize(
+    ("iterations", "dtype"),
+    [(0, torch.float32), (13, torch.float32), (41, torch.float32), (20, torch.float64)],
+)
+def test_other_numbers_of_steps_and_float64_take_plain_steps(iterations, dtype):
+    a = kernel_matrix(9, 8, batch=2).to(dtype)
+    settings = InverseSettings("newton", iterations)
+    assert torch.equal(factored_newton(a, settings), newton_iterate(a, settings))
+
+
+def test_a_matrix_of_nan_spoils_no_other_in_the_factored_form():
+    a = kernel_matrix(9, 8, batch=3).float()
+    expected = factored_newton(a, InverseSettings())
+    a[1] = math.nan
+    got = factored_newton(a, InverseSettings())
+    assert torch.equal(got[[0, 2]], expected[[0, 2]])
+    assert got[1].isnan().all()
+    assert factored_newton(a[:0], InverseSettings()).shape == (0, 9, 9)
 
 
 @pytest.mark.parametrize("start", STARTS)

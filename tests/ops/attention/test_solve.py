@@ -8,30 +8,10 @@ import torch
 import softfree
 from softfree.ops.attention.reference import gaussian_kernel
 from softfree.ops.attention.settings import LEAST_SOLVE_RIDGE, SOLVE_RIDGE
-from softfree.ops.attention.solve import cholesky_factor, solve, solve_backward
-from tests.ops.attention.problems import kernel_matrix, relative_error
+from softfree.ops.attention.solve import inverse_factor, solve, solve_backward
+from tests.ops.attention.problems import hard_landmarks, kernel_matrix, relative_error
 
 SETTINGS = [(1, 0.01), (2, 0.1), (2, LEAST_SOLVE_RIDGE)]
-
-
-def hard_landmarks(m, d=32):
-    """Landmarks (m, d) by what their kernel matrix is like."""
-    generator = torch.Generator().manual_seed(m)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    line = torch.linspace(0, 1, m, dtype=torch.float64)[:, None]
-    clusters = torch.randint(5, (m,), generator=generator)
-    return {
-        "identity": 40 * normal(m, d),
-        "ones": normal(1, d).expand(m, d).clone(),
-        "duplicates": normal((m + 1) // 2, d).repeat(2, 1)[:m],
-        "clusters": 3 * normal(5, d)[clusters] + 0.05 * normal(m, d),
-        "line": line * normal(1, d),
-        "random": normal(m, d),
-        "smooth": torch.sin(line * torch.arange(1, d + 1)) + 0.05 * normal(m, d),
-    }
 
 
 def kernel_of(landmarks):
@@ -81,8 +61,8 @@ def test_the_thin_backward_is_autograd_s(order, ridge):
     grad = torch.randn(2, 7, 3, dtype=torch.float64)
     y = softfree.ridge_solve(a, x, ridge=ridge, order=order)
     of_a, of_x = torch.autograd.grad(y, (a, x), grad)
-    lower = cholesky_factor(a.detach(), ridge)
-    right, left, grad_a = solve_backward(lower, x.detach(), grad, ridge, order)
+    factor = inverse_factor(a.detach(), ridge)
+    right, left, grad_a = solve_backward(factor, x.detach(), grad, ridge, order)
     torch.testing.assert_close(right, y.detach())
     torch.testing.assert_close(left, of_x)
     # Autograd's gradient of a symmetric matrix is symmetric; the formula's is not.
@@ -98,8 +78,8 @@ def test_float32_keeps_its_digits_on_matrices_that_are_hard_to_invert(m, order, 
         r = gaussian_kernel(tokens, landmarks, 1 / math.sqrt(32))
         u = r.mT @ torch.randn(300, 32, dtype=torch.float64)
         expected = r @ softfree.ridge_solve(a, u, ridge=ridge, order=order)
-        lower = cholesky_factor(a.float(), ridge)
-        got = r @ solve(lower, u.float(), ridge, order).double()
+        factor = inverse_factor(a.float(), ridge)
+        got = r @ solve(factor, u.float(), ridge, order).double()
         assert relative_error(got, expected) < 1e-5, kind
 
 

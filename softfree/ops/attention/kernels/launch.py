@@ -33,7 +33,7 @@ from softfree.ops.attention.kernels.tokens import (
     spread_kernel,
 )
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
-from softfree.ops.attention.solve import cholesky_factor
+from softfree.ops.attention.solve import inverse_factor
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
 from softfree.ops.shared.launching import launch
@@ -265,9 +265,9 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
         inverse = (
             _newton_inverse(a, settings.inverse)
             if call.newton
-            else cholesky_factor(a, settings.inverse.ridge)
+            else inverse_factor(a, settings.inverse.ridge)
         )
-        w = torch_mixing.mix(sums, a, inverse, settings).contiguous()  # a solve is by columns
+        w = torch_mixing.mix(sums, a, inverse, settings)
     _spread(call, w, x)
     return x, inverse, u
 
