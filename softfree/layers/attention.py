@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from softfree.layers.landmarks import (
     AnySize,
+    AverageLandmarks,
     ConvLandmarks,
     Landmarks,
     Size,
@@ -38,6 +39,7 @@ from softfree.ops import image_attention, soft_attention
 from softfree.ops.attention import check_backend
 from softfree.ops.attention.settings import InverseSettings
 from softfree.ops.query_norm import query_norm as normed
+from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.value_conv import value_conv
 
 LEARNED = "learned"
@@ -68,6 +70,7 @@ class SoftHeads(nn.Module):
         order: int = 2,
         query_norm: bool = False,
         bandwidth: float | str = 1.0,
+        landmark_norm: bool = False,
         dropout: float = 0.0,
         backend: str = "auto",
     ):
@@ -86,7 +89,9 @@ class SoftHeads(nn.Module):
         self.normalize = normalize
         self.inverse, self.iterations, self.start, self.ridge, self.order = settings
         self.backend = backend
-        self.query_norm = query_norm
+        if landmark_norm and not query_norm:
+            raise ValueError("landmark_norm is for normed queries: give query_norm=True, too")
+        self.query_norm, self.landmark_norm = query_norm, landmark_norm
         self.dropout = dropout
         self.bandwidth, learned = parse_bandwidth(bandwidth)
         self.log_bandwidth = nn.Parameter(torch.empty(num_heads)) if learned else None
@@ -116,7 +121,7 @@ class SoftHeads(nn.Module):
         if self.inverse == "solve":
             how = f"inverse=solve, order={self.order}, ridge={self.ridge:g}"
         if self.query_norm:
-            how += ", query_norm"
+            how += ", query_norm" + ", landmark_norm" * self.landmark_norm
         if self.log_bandwidth is not None or self.bandwidth != 1:
             how += f", bandwidth={self.bandwidth:g}"
         if self.log_bandwidth is not None:
@@ -141,7 +146,7 @@ class SoftHeads(nn.Module):
             (batch, n_q, heads * d)
         """
         keys, sampled = self.keys_and_landmarks(k, size, mask)
-        queries = keys if q is None else self._by_width(self._normed(q))
+        queries = keys if q is None else self._compared(q)
         landmarks, landmark_mask = sampled
         out = soft_attention(
             queries,
@@ -175,18 +180,31 @@ class SoftHeads(nn.Module):
         self, q: Tensor, size: AnySize = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Sampled]:
         """What the kernel compares, from the projected (batch, heads, n, d): keys, and landmarks with their mask."""
-        keys = self._normed(q)
+        keys = self._compared(q)
         landmarks, landmark_mask = self.sampler(keys, size, mask)
-        return self._by_width(keys), (self._by_width(landmarks), landmark_mask)
+        if self.landmark_norm:
+            landmarks = self._compared(landmarks)
+        elif isinstance(self.sampler, ConvLandmarks):  # whose own norm has undone the width
+            landmarks = _scaled(landmarks, self._scale(q.device))
+        return keys, (landmarks, landmark_mask)
 
-    def _normed(self, q: Tensor) -> Tensor:
-        return normed(q) if self.query_norm else q
+    def _compared(self, q: Tensor) -> Tensor:
+        """Projected queries as the kernel takes them: normed, and divided by the bandwidth."""
+        scale = self._scale(q.device)
+        return normed(q, scale) if self.query_norm else _scaled(q, scale)
 
-    def _by_width(self, x: Tensor) -> Tensor:
-        """(batch, heads, tokens, d) over the bandwidth."""
+    def _scale(self, device: torch.device) -> Tensor | None:
+        """1 over each head's bandwidth, (heads,), at least float32; None where it is 1."""
         if self.log_bandwidth is not None:
-            return x * (-self.log_bandwidth).exp().to(x.dtype)[:, None, None]
-        return x if self.bandwidth == 1 else x / self.bandwidth
+            return (-self.log_bandwidth.to(compute_dtype(self.log_bandwidth.dtype))).exp()
+        if self.bandwidth == 1:
+            return None
+        return torch.full((self.num_heads,), 1 / self.bandwidth, device=device)
+
+
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """(batch, heads, tokens, d) times a number per head."""
+    return x if scale is None else x * scale.to(x.dtype)[:, None, None]
 
 
 class SoftAttention(SoftHeads):
@@ -218,10 +236,13 @@ class SoftAttention(SoftHeads):
             then start, and stay, at distances that the kernel tells apart.
         bandwidth: width of the kernel, by which queries and landmarks are divided: a number, or ``"learned"``,
             one per head that starts at 1 (``"learned:1.4"``: at 1.4).
+        landmark_norm: the same norm of the landmarks. Means of normed queries lie inside their sphere, near each
+            other where windows are mixed; it moves them back onto it.
+        gate: what heads attend to is multiplied by SiLU of a projection more of ``x``, before the one at the end.
         context_dim: channels of the ``context``, which has to be given then; queries have a projection of their own.
         dropout: of what heads attend to, before the projection at the end: there is no matrix of weights
             whose entries could be dropped.
-        qv_bias: biases of the projections to queries and values.
+        qv_bias: biases of the projections to queries and values, and of the gate's.
         query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
             further apart.
         output_gain: the same for those of the projection at the end.
@@ -260,6 +281,8 @@ class SoftAttention(SoftHeads):
         order: int = 2,
         query_norm: bool = False,
         bandwidth: float | str = 1.0,
+        landmark_norm: bool = False,
+        gate: bool = False,
         context_dim: int | None = None,
         dropout: float = 0.0,
         qv_bias: bool = True,
@@ -286,12 +309,14 @@ class SoftAttention(SoftHeads):
             order=order,
             query_norm=query_norm,
             bandwidth=bandwidth,
+            landmark_norm=landmark_norm,
             dropout=dropout,
             backend=backend,
         )
         self.qv = nn.Linear(context_dim or dim, 2 * dim, bias=qv_bias)
         self.q = nn.Linear(dim, dim, bias=qv_bias) if context_dim else None
         self.create_sampler(landmarks, stride, value_conv, strict_landmarks)
+        self.gate = nn.Linear(dim, dim, bias=qv_bias) if gate else None
         self.proj = nn.Linear(dim, dim)
         if landmark_gain != 1 and not isinstance(self.sampler, ConvLandmarks):
             raise ValueError(
@@ -336,51 +361,72 @@ class SoftAttention(SoftHeads):
             q = self.split(self.q(x))
         elif context is not None:
             q = self.split(query_projection(self.qv, x))
-        return self.proj(self.attend(q, k.transpose(1, 2), v.transpose(1, 2), size, mask))
+        out = self.attend(q, k.transpose(1, 2), v.transpose(1, 2), size, mask)
+        if self.gate is not None:
+            out = out * F.silu(self.gate(x))
+        return self.proj(out)
 
     def _is_one_operator(self, x: Tensor) -> bool:
         """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
-        sampler: Any = self.sampler
         conv: Any = self.value_conv
-        if self.query_norm or self.bandwidth != 1 or self.log_bandwidth is not None:
+        if self.volume or self.gate is not None or (self.dropout and self.training):
             return False
-        if self.volume or (self.dropout and self.training):
+        if not are_plain((self.qv, nn.Linear), (self.proj, nn.Linear), (conv, ValueConv)):
             return False
-        if not (
-            are_plain((self.qv, nn.Linear), (self.proj, nn.Linear), (conv, ValueConv))
-            and is_plain(sampler, ConvLandmarks)
-            and is_plain(sampler.norm, nn.LayerNorm)
-        ):
+        if not self._samples_in_operator():
             return False
         # It computes every gradient; those of frozen weights would be for nothing.
-        weights = (self.qv.weight, sampler.weight, conv.weight)
+        weights = [self.qv.weight, conv.weight]
+        if isinstance(self.sampler, ConvLandmarks):
+            weights.append(self.sampler.weight)
         return (
             self.backend in ("auto", "triton")
             and image_attention.fits(x, conv.weight)
-            and sampler.norm.bias is not None
             and (not torch.is_grad_enabled() or all(w.requires_grad for w in weights))
+        )
+
+    def _samples_in_operator(self) -> bool:
+        """Whether landmarks are means of normed queries, or the papers' of queries as they are."""
+        sampler: Any = self.sampler
+        if self.query_norm:
+            return is_plain(sampler, AverageLandmarks)
+        return (
+            self.bandwidth == 1
+            and self.log_bandwidth is None
+            and is_plain(sampler, ConvLandmarks)
+            and is_plain(sampler.norm, nn.LayerNorm)
+            and sampler.norm.bias is not None
         )
 
     def _attend_at_once(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         sampler: Any = self.sampler
         conv: Any = self.value_conv
         grid, window, pooling = sampler.windows_and_pooling(x, size)
+        scale, weight, norm, eps = self._scale(x.device), None, None, 0.0
+        if self.query_norm:
+            scale = torch.ones(self.num_heads, device=x.device) if scale is None else scale
+        else:
+            weight = sampler.weight.view(self.head_dim, self.head_dim, *window)
+            norm, eps = sampler.norm, sampler.norm.eps
         return image_attention.image_attention(
             x,
             image_attention.Weights(
                 self.qv.weight,
                 self.qv.bias,
-                sampler.weight.view(self.head_dim, self.head_dim, *window),
-                sampler.norm.weight,
-                sampler.norm.bias,
+                scale,
+                weight,
+                None if norm is None else norm.weight,
+                None if norm is None else norm.bias,
                 conv.weight,
                 self.proj.weight,
                 self.proj.bias,
             ),
             pooling,
             grid,
+            window,
             size,
-            eps=sampler.norm.eps,
+            eps=eps,
+            landmark_norm=self.landmark_norm,
             normalize=self.normalize,
             inverse=self.inverse_settings,
         )

@@ -1,10 +1,12 @@
 """A pyramid's attention layer as one operator.
 
-Projection to queries and values, landmarks by convolution, norm and GELU, then
-:func:`softfree.soft_attention`, plus the convolution of the values, projected: the same kernels that these are
-on their own, here one after the other. What is saved is around them. Queries have two uses, and values too;
-the second writes its gradient on top of the first, straight into the gradient of the projection, where
-autograd would add up and copy full-size tensors.
+Projection to queries and values, landmarks, then :func:`softfree.soft_attention`, plus the convolution of the
+values, projected: the same kernels that these are on their own, here one after the other. What is saved is
+around them. Queries have two uses, and values too; the second writes its gradient on top of the first, straight
+into the gradient of the projection, where autograd would add up and copy full-size tensors.
+
+Landmarks come of the queries by convolution, norm and GELU, as in the papers; or, in softfree's own family, queries
+are normed where they lie, and landmarks are means of their windows.
 
 Registered as ``softfree::image_attention``, for half precision on a GPU.
 """
@@ -18,6 +20,7 @@ from torch import Tensor
 from softfree.ops.attention import operator as attention
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.norm import operator as norm
+from softfree.ops.query_norm import operator as query_norm
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast_dtype
 from softfree.ops.shared.registration import register
@@ -30,6 +33,8 @@ class Weights(NamedTuple):
     """The layer's parameters.
 
     qv_weight, qv_bias: of the projection to queries, which are the keys too, and values.
+    query_scale: (heads,), float32: queries are normed, see :func:`softfree.ops.query_norm.query_norm`, and
+        landmarks are means of windows. None: landmarks by the next three.
     landmark_weight: (d, d, down, across), see :func:`softfree.ops.window_product.window_product`.
     norm_weight, norm_bias: of the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
     value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`.
@@ -38,9 +43,10 @@ class Weights(NamedTuple):
 
     qv_weight: Tensor
     qv_bias: Tensor | None
-    landmark_weight: Tensor
-    norm_weight: Tensor
-    norm_bias: Tensor
+    query_scale: Tensor | None
+    landmark_weight: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
     value_weight: Tensor
     proj_weight: Tensor
     proj_bias: Tensor | None
@@ -51,12 +57,23 @@ class Places(NamedTuple):
 
     rows, columns: of the tokens that landmarks are made of: the last ones.
     height, width: of those that the values' convolution sees, the last ones; others pass unchanged.
+    down, across: of a landmark's window.
     """
 
     rows: int
     columns: int
     height: int
     width: int
+    down: int
+    across: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.down, self.across
 
     def before_grid(self, n: int) -> int:
         return n - self.rows * self.columns
@@ -66,11 +83,19 @@ class Places(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the gradient needs of the forward pass: ``qv(x)``, the attention, window products, inverse, U."""
+    """What the gradient needs of the forward pass.
+
+    qv: the projection, with queries normed if they are.
+    out: the attention with the values' convolution.
+    sampled: of each window: its product with the landmarks' weight, or its mean.
+    deviations: 1 over those of the queries that were normed, (batch, heads, n).
+    inverse, u: of the attention.
+    """
 
     qv: Tensor
     out: Tensor
-    products: Tensor
+    sampled: Tensor
+    deviations: Tensor
     inverse: Tensor
     u: Tensor
 
@@ -80,9 +105,11 @@ def image_attention(
     weights: Weights,
     pooling: Tensor | None,
     grid: tuple[int, int],
+    window: tuple[int, int],
     size: tuple[int, int],
     *,
     eps: float,
+    landmark_norm: bool,
     normalize: bool,
     inverse: InverseSettings,
 ) -> Tensor:
@@ -94,8 +121,10 @@ def image_attention(
         pooling: (landmarks, windows), by which windows' landmarks are averaged; ``share`` is landmarks over
             windows. None: each window has its landmark.
         grid: (rows, columns) of the tokens that landmarks are made of: the last ones.
+        window: (down, across), the tokens of one landmark.
         size: (H, W) of those that the values' convolution sees, the last ones; others pass unchanged.
-        eps: of the landmarks' norm.
+        eps: of the norm of landmarks by convolution.
+        landmark_norm: whether the means that are landmarks are normed as the queries are.
         normalize, inverse: see :func:`softfree.soft_attention`.
 
     Returns:
@@ -108,7 +137,8 @@ def image_attention(
     )
     head_dim = x.shape[2] // weights.value_weight.shape[0]
     settings = AttentionSettings(head_dim**-0.5, normalize, inverse)
-    return FORWARD(x.to(dtype), weights, pooling, Places(*grid, *size), eps, settings, keep)[0]
+    places = Places(*grid, *size, *window)
+    return FORWARD(x.to(dtype), weights, pooling, places, eps, landmark_norm, settings, keep)[0]
 
 
 def fits(x: Tensor, value_weight: Tensor) -> bool:
@@ -126,18 +156,19 @@ def _forward(
     pooling: Tensor | None,
     places: Places,
     eps: float,
+    landmark_norm: bool,
     settings: AttentionSettings,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The result and, to ``keep``, what its gradient needs."""
     from softfree.ops.attention.kernels import launch
 
-    rows, columns, height, width = places
-    before_grid, before_image = places.before_grid(x.shape[1]), places.before_image(x.shape[1])
+    height, width = places.height, places.width
+    before_image = places.before_image(x.shape[1])
     qv = _linear(x.contiguous(), weights.qv_weight, weights.qv_bias)
     q, v = _split(qv, weights)
-    products = window_product.forward(q[:, :, before_grid:], weights.landmark_weight, rows, columns)
-    landmarks = _landmarks(products, weights, pooling, eps)
+    sampled, deviations = _sample(q, weights, places)
+    landmarks, _ = _landmarks(sampled, weights, pooling, eps, landmark_norm)
     by_head, inverse, u = launch.forward(Inputs(q, None, v, landmarks), settings)
     out, values = _merge(by_head), _merge(v)
     image = out[:, before_image:]
@@ -149,21 +180,25 @@ def _forward(
     if before_image:
         out[:, :before_image].mul_(share).add_(values[:, :before_image])
     if keep:
-        return _project(out, weights), qv, out, products, inverse, u
+        return _project(out, weights), qv, out, sampled, deviations, inverse, u
     del qv, q, v, values, image, by_head  # their memory is free for the result
     return _project(out, weights), *_nothing(x)
 
 
-def _fake(x, weights, pooling, places, eps, settings, keep):
+def _fake(x, weights, pooling, places, eps, landmark_norm, settings, keep):
     result = x.new_empty(*x.shape[:2], weights.proj_weight.shape[0])
     if not keep:
         return result, *_nothing(x)
     qv = x.new_empty(*x.shape[:2], weights.qv_weight.shape[0])
     q, v = _split(qv, weights)
-    products = window_product.empty_result(q, weights.landmark_weight, places.rows, places.columns)
-    landmarks = products if pooling is None else products[:, :, : pooling.shape[0]]
+    down, across = window_product.window_grid(places.grid, places.window)
+    sampled = q.new_empty(*q.shape[:2], down * across, q.shape[3])
+    deviations = q.new_empty(0)
+    if weights.query_scale is not None:
+        deviations = query_norm.inverse_deviations(q)
+    landmarks = sampled if pooling is None else sampled[:, :, : pooling.shape[0]]
     out, inverse, u = attention.fake(Inputs(q, None, v, landmarks), settings, "triton")
-    return result, qv, _merge(out), products, inverse, u
+    return result, qv, _merge(out), sampled, deviations, inverse, u
 
 
 def _backward(
@@ -174,41 +209,43 @@ def _backward(
     kept: Kept,
     places: Places,
     eps: float,
+    landmark_norm: bool,
     settings: AttentionSettings,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of weight and bias of qv, landmarks, norm (both), values, and weight and bias of proj.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, of weight and bias of qv, scale, landmarks, norm (both), values, and weight and bias of proj.
 
-    Those of the biases are in float32.
+    Those of the biases are in float32; what the layer does not have is empty.
     """
     from softfree.ops.attention.kernels import launch
 
-    rows, columns, height, width = places
-    before_grid, before_image = places.before_grid(x.shape[1]), places.before_image(x.shape[1])
+    height, width = places.height, places.width
+    before_image = places.before_image(x.shape[1])
     q, v = _split(kept.qv, weights)
     grad_qv = torch.empty(kept.qv.shape, dtype=kept.qv.dtype, device=kept.qv.device)
     grad_q, grad_v = _split(grad_qv, weights)
     grad_out, grad_proj_weight, grad_proj_bias = _linear_backward(
         grad, kept.out, weights.proj_weight
     )
-    landmarks = _landmarks(kept.products, weights, pooling, eps)
+    landmarks, deviations = _landmarks(kept.sampled, weights, pooling, eps, landmark_norm)
     by_head = grad_out.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
     *_, grad_landmarks = launch.backward(
         by_head, Inputs(q, None, v, landmarks), kept.inverse, kept.u, settings,
         into=(grad_q, grad_v),
     )  # fmt: skip
     share = _share(pooling)
+    grad_scale = None
     if pooling is not None:
-        grad_landmarks = pooling.T.to(landmarks.dtype) @ grad_landmarks.mul_(share)
-    grad_products, grad_norm = norm.landmark_backward(
-        grad_landmarks, kept.products, weights.norm_weight, weights.norm_bias,
-        q.shape[3] ** -0.25, eps,
-    )  # fmt: skip
-    grad_landmark_weight = window_product.write_gradient(
-        grad_products, q[:, :, before_grid:], weights.landmark_weight, rows, columns,
-        grad_q[:, :, before_grid:], kept=share,
-    )  # fmt: skip
-    if before_grid:
-        grad_q[:, :, :before_grid].mul_(share)
+        grad_landmarks.mul_(share)
+    if landmark_norm:
+        grad_scale = query_norm.write_gradient(
+            grad_landmarks, landmarks, _of(weights.query_scale), deviations, None, grad_landmarks,
+            (1, landmarks.shape[2]), (1, 1),
+        )  # fmt: skip
+    if pooling is not None:
+        grad_landmarks = pooling.T.to(landmarks.dtype) @ grad_landmarks
+    grad_sampler = _sample_backward(
+        grad_landmarks, grad_scale, grad_q, q, kept, weights, places, share, eps
+    )
     values, grad_values = _merge(v), _merge(grad_v)
     grad_value_weight = value_conv.write_gradient(
         grad_out[:, before_image:], values[:, before_image:], weights.value_weight, height, width,
@@ -218,8 +255,7 @@ def _backward(
         grad_values[:, :before_image].mul_(share).add_(grad_out[:, :before_image])
     return (
         *_linear_backward(grad_qv, x, weights.qv_weight),
-        grad_landmark_weight,
-        grad_norm,
+        *grad_sampler,
         grad_value_weight,
         grad_proj_weight,
         grad_proj_bias,
@@ -233,12 +269,15 @@ def _fake_backward(grad, x, weights, *_):
     def bias_of(weight: Tensor) -> Tensor:
         return weight.new_empty(weight.shape[0], dtype=torch.float32)
 
+    none = x.new_empty(0)
+    normed = weights.query_scale is not None
     return (
         like(x),
         like(weights.qv_weight),
         bias_of(weights.qv_weight),
-        like(weights.landmark_weight),
-        weights.norm_weight.new_empty(2, *weights.norm_weight.shape),
+        like(weights.query_scale) if normed else none,
+        none.clone() if normed else like(weights.landmark_weight),
+        none.clone() if normed else weights.norm_weight.new_empty(2, *weights.norm_weight.shape),
         like(weights.value_weight),
         like(weights.proj_weight),
         bias_of(weights.proj_weight),
@@ -256,27 +295,30 @@ def _gradient(ctx: Any, grad, *_):
     if grad is None:
         return ()
     saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
-    weights, pooling, kept = Weights(*saved[1:9]), saved[9], Kept(*saved[10:])
-    x, qv_weight, qv_bias, landmark_weight, grad_norm, value_weight, proj_weight, proj_bias = (
+    fields = 1 + len(Weights._fields)
+    weights, pooling, kept = Weights(*saved[1:fields]), saved[fields], Kept(*saved[fields + 1 :])
+    x, qv_weight, qv_bias, scale, landmark_weight, norms, value_weight, proj_weight, proj_bias = (
         BACKWARD(grad, saved[0], weights, pooling, kept, *ctx.settings)
+    )
+    sampler = (
+        (None, landmark_weight, *norms.unbind())
+        if weights.query_scale is None
+        else (scale, None, None, None)
     )
     qv_bias, proj_bias = (
         None if bias is None else found.to(bias.dtype)
         for found, bias in ((qv_bias, weights.qv_bias), (proj_bias, weights.proj_bias))
     )
-    return (
-        x, qv_weight, qv_bias, landmark_weight, *grad_norm.unbind(), value_weight, proj_weight,
-        proj_bias,
-    )  # fmt: skip
+    return x, qv_weight, qv_bias, *sampler, value_weight, proj_weight, proj_bias
 
 
-def _flops(x, weights, pooling, places, eps, settings, keep) -> int:
+def _flops(x, weights, pooling, places, eps, landmark_norm, settings, keep) -> int:
     """Of its parts."""
     around, q, landmarks = _flops_around(x, weights, pooling, places)
     return around + attention.flops(Inputs(q, None, q, landmarks), settings, "triton")
 
 
-def _backward_flops(grad, x, weights, pooling, kept, places, eps, settings) -> int:
+def _backward_flops(grad, x, weights, pooling, kept, places, eps, landmark_norm, settings) -> int:
     around, q, landmarks = _flops_around(x, weights, pooling, places)
     inputs = Inputs(q, None, q, landmarks)
     return 2 * around + attention.backward_flops(None, inputs, None, None, settings, "triton")
@@ -287,8 +329,7 @@ def _flops_around(x, weights, pooling, places) -> tuple[int, Any, Any]:
     batch, n, channels = x
     heads = weights.value_weight[0]
     q = (batch, heads, n, channels // heads)
-    window = weights.landmark_weight[2:]
-    down, across = window_product.window_grid((places.rows, places.columns), window)
+    down, across = window_product.window_grid(places.grid, places.window)
     landmarks, pooled = down * across, 0
     if pooling is not None:
         landmarks = pooling[0]
@@ -296,7 +337,9 @@ def _flops_around(x, weights, pooling, places) -> tuple[int, Any, Any]:
     image = places.height * places.width
     convolution = 2 * batch * image * channels * weights.value_weight[-1] ** 2
     projections = 2 * batch * n * channels * (weights.qv_weight[0] + weights.proj_weight[0])
-    products = window_product.flops(q, weights.landmark_weight, places.rows, places.columns)
+    products = 0
+    if weights.landmark_weight is not None:
+        products = window_product.flops(q, weights.landmark_weight, *places.grid)
     around = projections + products + pooled + convolution
     return around, q, (batch, heads, landmarks, q[3])
 
@@ -337,11 +380,101 @@ def _merge(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).flatten(2)
 
 
-def _landmarks(products: Tensor, weights: Weights, pooling: Tensor | None, eps: float) -> Tensor:
-    landmarks = norm.landmark_forward(
-        products, weights.norm_weight, weights.norm_bias, products.shape[3] ** -0.25, eps
+def _sample(q: Tensor, weights: Weights, places: Places) -> tuple[Tensor, Tensor]:
+    """Windows' products or means, and what the queries were divided by, which are normed in place for means."""
+    before = places.before_grid(q.shape[2])
+    of_grid = q[:, :, before:]
+    if weights.query_scale is None:
+        return window_product.forward(
+            of_grid, _of(weights.landmark_weight), *places.grid
+        ), q.new_empty(0)
+    scale, deviations = weights.query_scale, query_norm.inverse_deviations(q)
+    means = query_norm.norm(
+        of_grid, scale, of_grid, deviations[:, :, before:], places.grid, places.window, means=True
     )
-    return landmarks if pooling is None else pooling.to(landmarks.dtype) @ landmarks
+    if before:
+        first = q[:, :, :before]
+        query_norm.norm(
+            first, scale, first, deviations[:, :, :before], (1, before), (1, 1), means=False
+        )
+    return means, deviations
+
+
+def _sample_backward(
+    grad_landmarks: Tensor,
+    grad_scale: Tensor | None,
+    grad_q: Tensor,
+    q: Tensor,
+    kept: Kept,
+    weights: Weights,
+    places: Places,
+    share: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the gradient of the projection's queries over that of what was compared, ``grad_q``.
+
+    Returns the gradients of scale (added to what it has so far), landmarks' weight and norm; empty where there is
+    none.
+    """
+    before, none = places.before_grid(q.shape[2]), q.new_empty(0)
+    of_grid, grad_of_grid = q[:, :, before:], grad_q[:, :, before:]
+    if weights.query_scale is None:
+        grad_products, grad_norm = norm.landmark_backward(
+            grad_landmarks, kept.sampled, _of(weights.norm_weight), _of(weights.norm_bias),
+            q.shape[3] ** -0.25, eps,
+        )  # fmt: skip
+        grad_weight = window_product.write_gradient(
+            grad_products, of_grid, _of(weights.landmark_weight), *places.grid, grad_of_grid,
+            kept=share,
+        )  # fmt: skip
+        if before:
+            grad_q[:, :, :before].mul_(share)
+        return none, grad_weight, grad_norm
+    scale = weights.query_scale
+    through_queries = query_norm.write_gradient(
+        grad_of_grid, of_grid, scale, kept.deviations[:, :, before:], grad_landmarks,
+        grad_of_grid, places.grid, places.window, kept=share,
+    )  # fmt: skip
+    if before:
+        first, grad_first = q[:, :, :before], grad_q[:, :, :before]
+        through_queries += query_norm.write_gradient(
+            grad_first, first, scale, kept.deviations[:, :, :before], None, grad_first,
+            (1, before), (1, 1), kept=share,
+        )  # fmt: skip
+    if grad_scale is not None:
+        through_queries += grad_scale
+    return through_queries, none, none.clone()
+
+
+def _landmarks(
+    sampled: Tensor, weights: Weights, pooling: Tensor | None, eps: float, landmark_norm: bool
+) -> tuple[Tensor, Tensor]:
+    """The landmarks and, of those that are normed, 1 over their deviations."""
+    landmarks = sampled
+    if weights.query_scale is None:
+        landmarks = norm.landmark_forward(
+            sampled,
+            _of(weights.norm_weight),
+            _of(weights.norm_bias),
+            sampled.shape[3] ** -0.25,
+            eps,
+        )
+    if pooling is not None:
+        landmarks = pooling.to(landmarks.dtype) @ landmarks
+    if not landmark_norm:
+        return landmarks, sampled.new_empty(0)
+    normed, deviations = torch.empty_like(landmarks), query_norm.inverse_deviations(landmarks)
+    query_norm.norm(
+        landmarks, _of(weights.query_scale), normed, deviations, (1, normed.shape[2]), (1, 1),
+        means=False,
+    )  # fmt: skip
+    return normed, deviations
+
+
+def _of(weight: Tensor | None) -> Tensor:
+    """A weight that the form of the landmarks has."""
+    assert weight is not None
+    return weight
 
 
 def _share(pooling: Tensor | None) -> float:

@@ -1,24 +1,161 @@
-"""The norm of each head's queries over its channels."""
+"""The norm of each head's queries over its channels, times a factor per head.
 
+Registered as ``softfree::query_norm``, for half precision on a GPU; everything else is PyTorch's norm.
+:mod:`softfree.ops.image_attention` norms in place, with the means of windows that landmarks are made of.
+"""
+
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softfree.ops.shared import devices
 from softfree.ops.shared.precision import compute_dtype
+from softfree.ops.shared.registration import register
+from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
+from softfree.ops.window_product import window_grid
 
 EPS = 1e-5
+MAX_CHANNELS = 256
+ELEMENTS = 4096  # of a tile
+
+Grid = tuple[int, int]
 
 
-def query_norm(q: Tensor) -> Tensor:
-    """``(q - mean) / sqrt(variance + 1e-5)`` over the last dimension, rounded to the dtype of ``q``.
+def query_norm(q: Tensor, scale: Tensor | None = None) -> Tensor:
+    """``scale (q - mean) / sqrt(variance + 1e-5)`` over the last dimension, rounded to the dtype of ``q``.
 
-    All queries then lie on one sphere, so that the kernel compares directions alone, at a distance that neither
-    depth nor training changes.
+    All queries of a head then lie on one sphere, so that the kernel compares directions alone, at distances that
+    neither depth nor training changes.
+
+    Args:
+        q: (batch, heads, n, d), any strides.
+        scale: (heads,), radius of each head's sphere over sqrt(d); None: 1.
 
     Example:
         >>> import torch
-        >>> query_norm(torch.tensor([[1.0, 3.0], [-20.0, 20.0]]))
-        tensor([[-1.0000,  1.0000],
-                [-1.0000,  1.0000]])
+        >>> query_norm(torch.tensor([[[[1.0, 3.0], [-20.0, 20.0]]]]), torch.tensor([2.0]))
+        tensor([[[[-2.0000,  2.0000],
+                  [-2.0000,  2.0000]]]])
     """
+    # torch.compile makes one kernel of the norm and its neighbours by itself.
+    if _fits(q) and not torch.compiler.is_compiling():
+        if scale is None:
+            scale = torch.ones(q.shape[1], device=q.device)
+        return FORWARD(q, scale.float())[0]
     x = q.to(compute_dtype(q.dtype))
-    return F.layer_norm(x, (x.shape[-1],), eps=EPS).to(q.dtype)
+    x = F.layer_norm(x, (x.shape[-1],), eps=EPS)
+    return (x if scale is None else x * scale.to(x.dtype)[:, None, None]).to(q.dtype)
+
+
+def _fits(q: Tensor) -> bool:
+    return devices.usable(q) and q.stride(3) == 1 and q.shape[3] <= MAX_CHANNELS
+
+
+def _forward(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    out = token_tensor(q, q.shape[3])
+    inverse = inverse_deviations(q)
+    norm(q, scale, out, inverse, (1, q.shape[2]), (1, 1), means=False)
+    return out, inverse
+
+
+def _fake(q, scale):
+    return token_tensor(q, q.shape[3]), inverse_deviations(q)
+
+
+def _backward(
+    grad: Tensor, normed: Tensor, scale: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_q = token_tensor(grad, grad.shape[3])
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    grid = (1, grad.shape[2])
+    return grad_q, write_gradient(grad, normed, scale, inverse, None, grad_q, grid, (1, 1))
+
+
+def _fake_backward(grad, normed, scale, inverse):
+    return token_tensor(grad, grad.shape[3]), torch.empty_like(scale)
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(output[0], inputs[1], output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad, _):
+    return () if grad is None else BACKWARD(grad, *ctx.saved_tensors)
+
+
+BACKWARD = register("query_norm_backward", _backward, _fake_backward)
+FORWARD = register("query_norm", _forward, _fake, _setup, _gradient)
+
+
+def inverse_deviations(q: Tensor) -> Tensor:
+    """Room for one of each query: (batch, heads, n), float32."""
+    return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def norm(
+    q: Tensor, scale: Tensor, out: Tensor, inverse: Tensor, grid: Grid, window: Grid, *, means: bool
+) -> Tensor:
+    """Write normed queries into ``out``, which may be ``q`` itself, and what they were divided by.
+
+    Args:
+        q, out: (batch, heads, H * W, d).
+        scale: (heads,), float32.
+        inverse: (batch, heads, H * W), float32: 1 over the deviation.
+        grid: (H, W).
+        window: (down, across).
+        means: whether to return the windows' means, (batch, heads, windows, d); those at the border are of
+            the tokens that are there.
+    """
+    from softfree.ops.query_norm.kernels import query_norm_kernel
+
+    batch, heads, _, d = q.shape
+    rows, columns = window_grid(grid, window)
+    windows = batch * heads * rows * columns
+    averages = q.new_empty((batch, heads, rows * columns, d) if means else 0)
+    if windows > 0:
+        tokens = min(64, power_of_two(window[0] * window[1]))
+        at_once = max(1, ELEMENTS // (tokens * block(d)))
+        query_norm_kernel[(tiles_of(windows, at_once),)](
+            q, scale, out, inverse, averages, windows, rows, columns, heads, *grid, d,
+            inverse.stride(1), *q.stride()[:3], *out.stride()[:3], EPS,
+            DOWN=window[0], ACROSS=window[1], MEANS=means,
+            WINDOWS=at_once, TOKENS=tokens, BLOCK_D=block(d), num_warps=4,
+        )  # fmt: skip
+    return averages
+
+
+def write_gradient(
+    grad: Tensor,
+    normed: Tensor,
+    scale: Tensor,
+    inverse: Tensor,
+    grad_means: Tensor | None,
+    grad_q: Tensor,
+    grid: Grid,
+    window: Grid,
+    kept: float = 1.0,
+) -> Tensor:
+    """Write the gradient of ``q`` into ``grad_q``, which may be ``grad`` itself; return that of ``scale``.
+
+    The gradient of the normed queries is ``kept * grad`` and what the means of their windows pass on.
+    """
+    from softfree.ops.query_norm.kernels import query_norm_backward_kernel
+
+    batch, heads, n, d = normed.shape
+    rows, columns = window_grid(grid, window)
+    at_once = min(ELEMENTS // block(d), power_of_two(n))
+    parts = torch.empty(
+        (batch, heads, tiles_of(n, at_once)), dtype=torch.float32, device=grad.device
+    )
+    if parts.numel() > 0:
+        query_norm_backward_kernel[(batch * heads, parts.shape[2])](
+            grad, normed, scale, inverse, grad if grad_means is None else grad_means.contiguous(),
+            grad_q, parts, rows, columns, heads, *grid, d, inverse.stride(1),
+            *grad.stride()[:3], *normed.stride()[:3], *grad_q.stride()[:3], kept,
+            DOWN=window[0], ACROSS=window[1], MEANS=grad_means is not None,
+            ROWS=at_once, BLOCK_D=block(d), num_warps=4,
+        )  # fmt: skip
+    return parts.sum((0, 2))

@@ -8,11 +8,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import softfree
 from softfree.ops import image_attention
 
+OWN = dict(query_norm=True, bandwidth="learned", landmarks="average", inverse="solve")
 
+
+@pytest.mark.parametrize("options", [{}, OWN], ids=["papers", "own"])
 @pytest.mark.parametrize(("stride", "prefix"), [(4, 0), (1, 1)])
-def test_it_counts_the_products_of_the_layer_it_stands_for(stride, prefix, monkeypatch):
+def test_it_counts_the_products_of_the_layer_it_stands_for(stride, prefix, options, monkeypatch):
     size = (12, 8)
-    layer = softfree.SoftAttention(32, 2, stride=stride, value_conv=3)
+    layer = softfree.SoftAttention(32, 2, stride=stride, value_conv=3, **options)
     x = torch.randn(2, prefix + 96, 32, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         layer(x, size).sum().backward()
@@ -23,7 +26,7 @@ def test_it_counts_the_products_of_the_layer_it_stands_for(stride, prefix, monke
     monkeypatch.setattr(image_attention, "fits", lambda x, weight: True)
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         x = torch.empty(2, prefix + 96, 32, requires_grad=True)
-        layer = softfree.SoftAttention(32, 2, stride=stride, value_conv=3)
+        layer = softfree.SoftAttention(32, 2, stride=stride, value_conv=3, **options)
         out = layer(x, size)
         out.sum().backward()
     assert counter.get_total_flops() == expected

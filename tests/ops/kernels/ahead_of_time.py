@@ -5,7 +5,8 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
     python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}' [MORE ...]
 
 or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution,
-{"hidden": 384} for the MLP's GELU, {"norm": 32} for the norms and the sums of columns.
+{"hidden": 384} for the MLP's GELU, {"norm": 32} for the norms and the sums of columns, {"query_norm": 8, "d": 32}
+for the norm of queries with means of windows of that side.
 It prints one JSON line per kernel: number of the argument, name, shared memory in bytes, registers per
 thread, bytes spilled.
 """
@@ -28,6 +29,7 @@ from softfree.ops.attention.kernels import launch
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.norm import operator as norm
+from softfree.ops.query_norm import operator as query_norm
 from softfree.ops.shared import devices, sums
 from softfree.ops.value_conv import operator as value_conv
 from softfree.ops.window_product import operator as window_product
@@ -134,6 +136,14 @@ def compile_call(architecture: int = 90, **settings) -> None:
     if "hidden" in settings:
         hidden = torch.zeros(64, settings["hidden"], dtype=dtype)
         mlp._gelu_backward(hidden.clone(), hidden)
+        return
+    if "query_norm" in settings:
+        stride, d = settings["query_norm"], settings["d"]
+        grid, window = (7 * stride, 7 * stride), (stride, stride)
+        q, scale = torch.zeros(2, 2, 49 * stride**2, d, dtype=dtype), torch.ones(2)
+        inverse = query_norm.inverse_deviations(q)
+        means = query_norm.norm(q, scale, q, inverse, grid, window, means=True)
+        query_norm.write_gradient(q, q, scale, inverse, means, q, grid, window, kept=0.5)
         return
     if "norm" in settings:
         x = torch.zeros(640, settings["norm"], dtype=dtype)

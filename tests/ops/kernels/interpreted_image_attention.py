@@ -19,7 +19,7 @@ from softfree.ops.shared import devices
 from softfree.ops.shared.registration import flatten
 
 # heads, channels per head, stride, side of the values' convolution, size, tokens before the image, normalize,
-# landmarks
+# landmarks: of normed queries where they are averages
 CASES = [
     (2, 16, 4, 5, (9, 7), 0, True, "conv"),
     (3, 8, 2, 3, (4, 6), 0, False, "conv"),
@@ -29,7 +29,25 @@ CASES = [
     (2, 16, 2, 3, (9, 8), 1, False, "conv:6"),
     (2, 16, 1, 3, (5, 4), 2, True, "conv:6"),
     (2, 16, 4, 3, (8, 8), 1, True, "conv:49"),
+    (2, 16, 4, 5, (9, 7), 0, True, "average"),
+    (3, 20, 2, 3, (5, 6), 2, False, "average"),
+    (2, 16, 1, 3, (3, 4), 1, True, "average:49"),
+    (2, 16, 1, 3, (5, 4), 2, True, "average:6"),
+    (2, 16, 2, 3, (9, 8), 1, True, "average:6"),
+    (2, 16, 4, 3, (9, 8), 0, True, "average, normed"),
+    (2, 16, 2, 3, (9, 8), 1, True, "average:6, normed"),
 ]
+
+
+def sampling(landmarks: str) -> dict[str, object]:
+    """Settings of a layer with such landmarks."""
+    spec, _, normed = landmarks.partition(", ")
+    if spec.startswith("conv"):
+        return dict(landmarks=spec)
+    return dict(
+        landmarks=spec, query_norm=True, bandwidth="learned", inverse="solve",
+        landmark_norm=bool(normed),
+    )  # fmt: skip
 
 
 def gradients(layer, x, size, grad):
@@ -48,10 +66,13 @@ def errors(case: tuple) -> dict[str, float]:
         value_conv=conv,
         normalize=normalize,
         qv_bias=normalize,
-        landmarks=landmarks,
+        **sampling(landmarks),
     )
-    torch.nn.init.normal_(layer.sampler.norm.weight, 1, 0.2)
-    torch.nn.init.normal_(layer.sampler.norm.bias, 0, 0.2)
+    if landmarks.startswith("conv"):
+        torch.nn.init.normal_(layer.sampler.norm.weight, 1, 0.2)
+        torch.nn.init.normal_(layer.sampler.norm.bias, 0, 0.2)
+    else:
+        torch.nn.init.uniform_(layer.log_bandwidth, -0.3, 0.3)
     layer.half()
     x = torch.randn(2, prefix + size[0] * size[1], heads * d).half()
     grad = torch.randn_like(x)
@@ -66,9 +87,9 @@ def errors(case: tuple) -> dict[str, float]:
     }
 
 
-def compiled_errors() -> dict[str, float]:
+def compiled_errors(landmarks: str) -> dict[str, float]:
     """A compiled layer with pooled landmarks, as one graph, against itself."""
-    layer = softfree.SoftAttention(32, 2, stride=2, value_conv=3, landmarks="conv:9").half()
+    layer = softfree.SoftAttention(32, 2, stride=2, value_conv=3, **sampling(landmarks)).half()
     x, grad = torch.randn(2, 2, 72, 32).half()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     wanted, found = (gradients(f, x.requires_grad_(), (9, 8), grad) for f in (layer, compiled))
@@ -81,19 +102,21 @@ def compiled_errors() -> dict[str, float]:
 def main() -> None:
     torch.manual_seed(0)
     devices.processors = lambda device: 3  # several stretches
-    shapes = (
-        (2, 30, 32), (64, 32), (64,), (16, 16, 2, 2), (16,), (16,), (2, 1, 3, 3), (32, 32), (32,)
-    )  # fmt: skip
-    inputs = [torch.randn(shape).half().requires_grad_() for shape in shapes]
-    settings = flatten(6, 5, 6, 5, 1e-5, AttentionSettings(0.25), True)
-    for pooling in (None, torch.rand(4, 9)):
-        arguments = (*inputs, pooling, *settings)
-        torch.library.opcheck(torch.ops.softfree.image_attention, arguments)
+    shapes = ((2, 30, 32), (64, 32), (64,)), ((2, 1, 3, 3), (32, 32), (32,))
+    first, last = ([torch.randn(s).half().requires_grad_() for s in part] for part in shapes)
+    papers = [torch.randn(s).half().requires_grad_() for s in ((16, 16, 2, 2), (16,), (16,))]
+    normed = [torch.rand(2, requires_grad=True), None, None, None]
+    settings = flatten(6, 5, 6, 5, 2, 2, 1e-5, False, AttentionSettings(0.25), True)
+    for of_sampler in ([None, *papers], normed):
+        for pooling in (None, torch.rand(4, 9)):
+            arguments = (*first, *of_sampler, *last, pooling, *settings)
+            torch.library.opcheck(torch.ops.softfree.image_attention, arguments)
     torch.empty = poisoned(torch.empty)
     torch.empty_like = poisoned(torch.empty_like)
     for case in CASES:
         print(json.dumps({"case": case, "errors": errors(case)}), flush=True)
-    print(json.dumps({"case": "compiled", "errors": compiled_errors()}))
+    for landmarks in ("conv:9", "average:9"):
+        print(json.dumps({"case": "compiled", "errors": compiled_errors(landmarks)}))
 
 
 if __name__ == "__main__":
