@@ -131,7 +131,7 @@ def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--attentions", "linear"], "--attentions must be one of soft, softpp"),
+        (["--attentions", "linear"], "--attentions must be one of softfree, soft, softpp"),
         (["--attention", "soft"], "compare takes several, --attentions"),
         (["--task", "sort"], "--task must be one of listops"),
         (["--task", "image", "--attentions", "soft"], "--task image needs --data-dir"),

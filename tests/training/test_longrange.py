@@ -198,11 +198,11 @@ def test_tokens_without_a_label_count_neither_in_the_loss_nor_as_hits():
     [
         (["--task", "sort"], "--task must be one of listops, text"),
         (["--task", "text"], "--task text needs --data-dir with IMDb's"),
-        (["--attention", "linear"], "--attention must be one of soft, softpp"),
+        (["--attention", "linear"], "--attention must be one of softfree, soft, softpp"),
         (["--pooling", "max"], "--pooling must be one of mean, cls, none, got 'max'"),
         (["--pooling", "none"], "--pooling must be mean or cls, with --task listops; got none"),
         (["--task", "twins", "--pooling", "cls"], "--pooling must be none, a class for each token, with --task twins"),
-        (["--task", "twins", "--attention", "linear"], "--attention must be one of soft, softpp"),
+        (["--task", "twins", "--attention", "linear"], "--attention must be one of softfree, soft, softpp"),
         (["--model-kwargs", "strides=3"], "--model-kwargs: attention 'softpp' has no option 'strides'; there are"),
         (["--model-kwargs", "stride"], "--model-kwargs must look like stride=32, got 'stride'"),
         (["--model-kwargs", "stride=abc"], "--model-kwargs: stride must be a whole number, got 'abc'"),
