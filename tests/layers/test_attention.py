@@ -538,6 +538,7 @@ def test_a_gate_multiplies_what_is_projected():
     plain = layer(value_conv=3)
     assert set(gated.state_dict()) - set(plain.state_dict()) == {"gate.weight", "gate.bias"}
     plain.load_state_dict(gated.state_dict(), strict=False)
-    plain.proj = torch.nn.Identity()
+    torch.nn.init.eye_(plain.proj.weight)
+    torch.nn.init.zeros_(plain.proj.bias)
     expected = gated.proj(plain(x, (7, 5)) * F.silu(gated.gate(x)))
     torch.testing.assert_close(gated(x, (7, 5)), expected)
