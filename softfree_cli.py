@@ -6,6 +6,7 @@ importing anything inside ``softfree`` imports torch and timm, which takes secon
 
 import gc
 import importlib
+import io
 import logging
 import os
 import re
@@ -68,6 +69,9 @@ BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``softfree`` with ``argv`` (None: the process's arguments); return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files and classes may have what the terminal's encoding has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 from softfree.commands.common import command, make_table
 from softfree.data.classification import lacks_validation, load_images
 from softfree.data.detection import load_detection
-from softfree.data.images import ImageFiles, Unreadable
+from softfree.data.images import ImageFiles, Unreadable, printable
 from softfree.data.segmentation import load_segmentation
 from softfree.models.checks import check_at_least
 from softfree.training.classification import VAL_SPLIT
+from softfree.training.loading import ignore_signals
 from softfree.training.settings import WORKERS
 
 # Of the largest class over the smallest: worth a word.
@@ -114,7 +115,11 @@ def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> No
     faults = []
     for split, data in splits.items():
         loader: DataLoader = DataLoader(
-            data, batch_size=CHUNK, collate_fn=only_unreadable, num_workers=workers
+            data,
+            batch_size=CHUNK,
+            collate_fn=only_unreadable,
+            num_workers=workers,
+            worker_init_fn=ignore_signals,
         )
         console = Console(stderr=True)
         progress = track(
@@ -125,7 +130,7 @@ def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> No
             disable=not console.is_terminal,
         )
         for files in progress:
-            faults += [f"{split}: {file.path}: {file.reason}" for file in files]
+            faults += [f"{split}: {printable(file.path)}: {file.reason}" for file in files]
     if faults:
         print("\n".join(faults))
         count = sum(map(len, splits.values()))

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import json
+import math
 import os
 import sys
 import tempfile
@@ -98,6 +100,24 @@ def make_table(titles: Iterable[str], *, boxed: bool = False) -> Table:
     for title in others:
         table.add_column(title, justify="right", no_wrap=True)
     return table
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """A line or text of JSON as its standard has it: a number that is not finite is null.
+
+    Example:
+        >>> to_json({"score": float("nan"), "boxes": [1.5]})
+        '{"score": null, "boxes": [1.5]}'
+    """
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def digits(value: float | None, factor: float = 1.0) -> str:

@@ -1,6 +1,5 @@
 """Examine the attention layers of a model: condition, convergence, errors."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from softfree.commands.common import (
     check_img_size,
     command,
     make_table,
+    to_json,
 )
 
 # Beyond this condition float32 leaves the smallest eigenvalues about one digit.
@@ -47,7 +47,7 @@ def inspect(
     seen = subject.look(picture, img_size)
     rows = examine(subject.model, seen.pixels)
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(to_json(rows, indent=2))
     else:
         print_report(
             rows, f"{subject.title} at {seen.picture.width} x {seen.picture.height} pixels"

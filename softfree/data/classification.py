@@ -5,7 +5,6 @@ load_images(data_dir) -> ImageData(train, val, class_names)
 
 import hashlib
 import itertools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from softfree.data.images import (
     image_files,
     listing,
     some,
+    walk_images,
 )
 from softfree.data.named import load_named
 
@@ -102,12 +102,7 @@ def has_fewer(data_dir: str | None, count: int) -> bool:
     """Whether a folder has fewer training pictures than ``count``; looks at no more files than it must."""
     if data_dir is None or not Path(data_dir).is_dir():
         return False
-    files = (
-        name
-        for _, _, names in os.walk(_training_folder(Path(data_dir)), followlinks=True)
-        for name in names
-        if name.lower().endswith(EXTENSIONS)
-    )
+    files = walk_images(_training_folder(Path(data_dir)))
     return len(list(itertools.islice(files, count))) < count
 
 

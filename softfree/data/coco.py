@@ -3,8 +3,9 @@
 import contextlib
 import json
 import logging
+import math
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softfree.data.images import some
+from softfree.data.images import MAX_PIXELS, some
 from softfree.data.shapes import CLASSES, SIDE, draw_shapes
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,19 @@ def coco_api(package: str | None = None) -> SimpleNamespace:
 
 
 def read_annotations(path: Path) -> Annotations:
-    """The content of a COCO json file, with ``area`` and ``iscrowd`` filled in where they are missing."""
+    """The content of a COCO json file, with ``area`` and ``iscrowd`` filled in where they are missing.
+
+    Every image, category and annotation has its fields, of their kinds; what is in an annotation is checked by
+    :func:`check_annotations`.
+    """
     try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is no readable json: it is nested too deeply") from None
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} is no readable json: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no COCO file: it must be a mapping, got {content!a:.60}")
     lacking = [key for key in FIELDS if key not in content]
     if lacking:
         raise ValueError(f"{path} is no COCO file: it has no {', '.join(map(repr, lacking))}")
@@ -74,19 +83,45 @@ def read_annotations(path: Path) -> Annotations:
                 raise ValueError(
                     f"{path}: entry {number} of {section!r} has no {', '.join(map(repr, absent))}"
                 )
-    for number, image in enumerate(content["images"], 1):
-        size = (image["width"], image["height"])
-        if not all(isinstance(side, int | float) and side > 0 for side in size):
-            raise ValueError(
-                f"{path}: entry {number} of 'images' must have a width and a height in pixels, got "
-                f"{size[0]!r} and {size[1]!r}"
-            )
+    for section, check in (("images", _bad_image), ("categories", _bad_category)):
+        for number, entry in enumerate(content[section], 1):
+            if fault := check(entry):
+                raise ValueError(f"{path}: entry {number} of {section!r} {fault}")
     for annotation in content["annotations"]:
         annotation.setdefault("iscrowd", 0)
         # Without a usable box the annotation is refused later.
         if "area" not in annotation and _is_box(annotation.get("bbox")):
             annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
     return content
+
+
+def _bad_image(image: dict[str, Any]) -> str | None:
+    width, height, name = image["width"], image["height"], image["file_name"]
+    if not _is_id(image["id"]):
+        return f"must have a whole number as id, got {image['id']!a:.60}"
+    if not (_is_id(width) and _is_id(height) and width > 0 and height > 0):
+        got = f"{width!a:.60} and {height!a:.60}"
+        return f"must have a width and a height in pixels, whole numbers, got {got}"
+    if width * height > MAX_PIXELS:
+        return f"is larger than the limit of {MAX_PIXELS:,} pixels: {width:,} x {height:,}"
+    if not isinstance(name, str) or not name or "\0" in name:
+        return f"must have the name of a file, got {name!a:.60}"
+    parts = PureWindowsPath(name).parts  # takes both kinds of slashes
+    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor or ".." in parts:
+        return f"names a file outside of the folder of its pictures, {name!a:.60}"
+    return None
+
+
+def _bad_category(category: dict[str, Any]) -> str | None:
+    if not _is_id(category["id"]):
+        return f"must have a whole number as id, got {category['id']!a:.60}"
+    if not isinstance(category["name"], str):
+        return f"must have a text as name, got {category['name']!a:.60}"
+    return None
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def check_annotations(
@@ -110,7 +145,7 @@ def check_annotations(
     bad, kept = [], []
     for annotation in annotations["annotations"]:
         if fault := _fault(annotation, images, categories, masks):
-            bad.append(f"annotation {annotation.get('id', '?')}: {fault}")
+            bad.append(f"annotation {annotation.get('id', '?')!a:.30}: {fault}")
         else:
             kept.append(annotation)
     if bad:
@@ -207,19 +242,30 @@ def _is_box(box: Any) -> bool:
 
 
 def _are_numbers(values: list[Any]) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+    return all(
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+        for value in values
+    )
 
 
 def _fault(
     annotation: dict[str, Any], images: dict[Any, dict[str, Any]], categories: set[Any], masks: bool
 ) -> str | None:
     """Why an annotation can't be trained on: for its image, its category, its box or its mask."""
+    for name in ("image_id", "category_id"):
+        if not _is_id(annotation[name]):
+            return f"its {name} must be a whole number, got {annotation[name]!a:.60}"
     image = images.get(annotation["image_id"])
     if image is None:
         return f"there is no image {annotation['image_id']}"
     if annotation["category_id"] not in categories:
         return f"there is no category {annotation['category_id']}"
+    if annotation.get("iscrowd", 0) not in (0, 1):
+        return f"its iscrowd must be 0 or 1, got {annotation['iscrowd']!a:.60}"
     fault = _bad_box(annotation.get("bbox"), image)
+    area = annotation.get("area", 0)
+    if fault is None and not (_are_numbers([area]) and area >= 0):
+        fault = f"an area of {area!a:.60}"
     if fault is None and masks:
         fault = _bad_mask(annotation.get("segmentation"), image)
     return fault and f"{fault} in {image['file_name']}"
@@ -227,39 +273,78 @@ def _fault(
 
 def _bad_box(box: Any, image: dict[str, Any]) -> str | None:
     if not _is_box(box):
-        return f"box {box} is not [x, y, width, height]"
+        return f"box {box!a:.60} is not [x, y, width, height]"
     left, top, width, height = box
     if not (width > 0 and height > 0):
-        return f"box {box} has no area"
-    # Asked this way round, so that NaN is outside, too.
-    if not (
-        left >= -BORDER_TOLERANCE
-        and top >= -BORDER_TOLERANCE
-        and left + width <= image["width"] + BORDER_TOLERANCE
-        and top + height <= image["height"] + BORDER_TOLERANCE
-    ):
-        return f"box {box} lies outside of {image['width']} x {image['height']} pixels"
+        return f"box {box!a:.60} has no area"
+    if not _inside([left, top, left + width, top + height], image):
+        return f"box {box!a:.60} lies outside of {image['width']} x {image['height']} pixels"
     return None
 
 
+def _inside(points: list[float], image: dict[str, Any]) -> bool:
+    """Whether x, y, x, y, ... lie in an image."""
+    return all(
+        -BORDER_TOLERANCE <= min(values) and max(values) <= side + BORDER_TOLERANCE
+        for values, side in ((points[::2], image["width"]), (points[1::2], image["height"]))
+    )
+
+
 def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
+    size = f"{image['width']} x {image['height']} pixels"
     if not segmentation:
         return "no mask, which only Mask R-CNN needs,"
     if isinstance(segmentation, list):
         if not all(isinstance(polygon, list) and _are_numbers(polygon) for polygon in segmentation):
-            return "a polygon that is not [x, y, x, y, ...]"
+            return "a polygon that is not [x, y, x, y, ...] of finite numbers"
         if any(len(polygon) < 6 or len(polygon) % 2 for polygon in segmentation):
             return "a polygon of fewer than 3 points"
+        # Drawn all the same, one that leads far out takes memory without bounds.
+        if not all(_inside(polygon, image) for polygon in segmentation):
+            return f"a polygon that lies outside of {size}"
         return None
     if not isinstance(segmentation, dict):
         return "a mask that is neither polygons nor a run-length code"
     if not {"size", "counts"} <= segmentation.keys():
         return "a run-length code without 'size' or 'counts'"
-    height, width = segmentation["size"]
-    if (height, width) != (image["height"], image["width"]):
-        return f"a mask of {width} x {height} for an image of {image['width']} x {image['height']} pixels"
+    given = segmentation["size"]
+    if not (isinstance(given, list) and len(given) == 2 and all(map(_is_id, given))):
+        return f"a run-length code of the size {given!a:.60}"
+    if given != [image["height"], image["width"]]:
+        return f"a mask of {given[1]} x {given[0]} for an image of {size}"
     try:
-        decode_mask(segmentation, height, width)
-    except (RuntimeError, TypeError, ValueError) as error:
+        counts = segmentation["counts"]
+        runs = _run_lengths(counts) if isinstance(counts, str) else counts
+        if not isinstance(runs, list) or not all(_is_id(run) and run >= 0 for run in runs):
+            raise ValueError("its runs must be whole numbers")
+        if sum(runs) != image["height"] * image["width"]:
+            raise ValueError(f"it is of {sum(runs):,} pixels")
+    except ValueError as error:
         return f"a run-length code that can't be decoded ({error})"
     return None
+
+
+def _run_lengths(code: str) -> list[int]:
+    """The lengths in a compressed run-length code: 5 bits a letter, the third and later as differences.
+
+    Example:
+        >>> _run_lengths("05X1")
+        [0, 5, 40]
+    """
+    runs: list[int] = []
+    value = shift = 0
+    for letter in code:
+        bits = ord(letter) - 48
+        if not 0 <= bits < 64 or shift > 60:
+            raise ValueError(f"{letter!a} is no part of it")
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        runs.append(value + runs[-2] if len(runs) > 2 else value)
+        value = shift = 0
+    if shift:
+        raise ValueError("it is cut off")
+    return runs

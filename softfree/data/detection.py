@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from softfree.data.images import (
     both_splits,
     open_image,
     part_readable,
+    printable,
     some,
 )
 from softfree.data.shapes import SHAPES, SIDE, SPLITS, draw_shapes
@@ -244,16 +246,16 @@ def load_split(
     )
     first = annotations["images"][0]["file_name"]
     folders = [root / name.format(split=split) for name in IMAGE_FOLDERS]
-    folder = next((folder for folder in folders if (folder / first).is_file()), None)
+    folder = next((folder for folder in folders if os.path.isfile(folder / first)), None)
     if folder is None:
         raise FileNotFoundError(
-            f"{first}, the first image of {path}, is in none of the folders "
+            f"{printable(first)}, the first image of {path}, is in none of the folders "
             f"{', '.join(name.format(split=split) for name in IMAGE_FOLDERS)} of {root}"
         )
     missing = [
         image["file_name"]
         for image in annotations["images"]
-        if not (folder / image["file_name"]).is_file()
+        if not os.path.isfile(folder / image["file_name"])
     ]
     if missing:
         raise FileNotFoundError(

@@ -7,6 +7,7 @@ decoded, so that one bad file in a million does not end a run.
 """
 
 import hashlib
+import logging
 import os
 import random
 import warnings
@@ -30,7 +31,10 @@ TRAIN_NAMES = ("train", "training")
 VAL_NAMES = ("val", "validation", "valid", "test")
 # A header may promise a picture that does not fit into memory. The largest in ImageNet has 61 million.
 MAX_PIXELS = 100_000_000
+# Resized to a short side, a picture of one row of pixels would get this many times larger, squared.
+MAX_RATIO = 100
 MAX_NAMED = 5
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -147,7 +151,7 @@ def both_splits(load: Callable[[str], T]) -> tuple[T, T]:
 
 def some(names: Sequence[str]) -> str:
     """The first few of ``names``, and how many more there are."""
-    text = ", ".join(names[:MAX_NAMED])
+    text = ", ".join(map(printable, names[:MAX_NAMED]))
     more = len(names) - MAX_NAMED
     return f"{text} and {more:,} more" if more > 0 else text
 
@@ -168,45 +172,102 @@ def listing(folder: Path) -> str:
 
 def image_files(folder: Path) -> list[str]:
     """Paths of the pictures in a folder and its subfolders, by their extension, sorted."""
-    return sorted(
-        os.path.join(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-    )
+    return sorted(walk_images(folder))
 
 
-def open_image(source: str | Path | IO[bytes]) -> Image.Image:
+def walk_images(folder: str | Path, seen: set[tuple[int, int]] | None = None) -> Iterator[str]:
+    """The same one by one: files alone, what else has such a name is logged; links are followed, no folder twice."""
+    seen = set() if seen is None else seen
+    try:
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            return
+        seen.add((status.st_dev, status.st_ino))
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        logger.warning("skipped %s: %s", printable(str(folder)), error.strerror)
+        return
+    for entry in entries:
+        is_picture = entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".")
+        # Of an entry alone these raise for links that lead to themselves.
+        if os.path.isdir(entry) if entry.is_symlink() else entry.is_dir():
+            yield from walk_images(entry.path, seen)
+        elif is_picture and (os.path.isfile(entry) if entry.is_symlink() else entry.is_file()):
+            yield entry.path
+        elif is_picture:
+            logger.warning("skipped %s: it is no file", printable(entry.path))
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: bytes of a file's name that are no UTF-8, and control characters, are escaped.
+
+    Example:
+        >>> print(printable("caf\\udce9\\x1b.png"))
+        caf\\xe9\\x1b.png
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in as_utf8(text))
+
+
+def as_utf8(text: str) -> str:
+    """A file's name that a UTF-8 file can hold: bytes of it that are none are escaped."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def open_image(source: str | Path | IO[bytes], max_ratio: float = MAX_RATIO) -> Image.Image:
     """The picture in a file as RGB, turned upright, its first frame if it moves.
 
     Transparent parts become white. 16-bit grey is scaled to 8 bits. Raises :class:`UnreadableImageError`
-    with the reason: no picture, damaged, or more than MAX_PIXELS pixels, which is told from the header
-    before any are decoded.
+    with the reason: no picture, damaged, more than MAX_PIXELS pixels, or one side more than ``max_ratio`` times the
+    other; the sizes are told from the header before any pixels are decoded.
     """
+    with opened(source, FORMATS, max_ratio) as picture:
+        return to_rgb(picture)
+
+
+def upright_size(source: str | Path) -> tuple[int, int]:
+    """Width and height that :func:`open_image` would give, from the header alone; raises as it does."""
+    with opened(source, FORMATS) as picture:
+        width, height = picture.size
+        # Quarter turns are told by the EXIF orientation, which may be anything.
+        return (height, width) if picture.getexif().get(0x0112) in range(5, 9) else (width, height)
+
+
+@contextmanager
+def opened(
+    source: str | Path | IO[bytes], formats: Sequence[str], max_ratio: float = MAX_RATIO
+) -> Iterator[Image.Image]:
+    """A picture that Pillow has opened, and may be decoded inside; whatever it raises there has one class."""
     try:
         with warnings.catch_warnings():
             # Pillow warns of odd metadata and of sizes below our own limit: nothing a user could act on.
             warnings.simplefilter("ignore")
-            with Image.open(source, formats=FORMATS) as picture:
+            with Image.open(source, formats=tuple(formats)) as picture:
                 width, height = picture.size
                 if width * height > MAX_PIXELS:
                     raise UnreadableImageError(
                         f"more than the limit of {MAX_PIXELS:,} pixels: {width:,} x {height:,}"
                     )
-                return to_rgb(picture)
+                if max(width, height) > max_ratio * min(width, height):
+                    raise UnreadableImageError(
+                        f"{width:,} x {height:,} pixels: one side is more than {max_ratio} times the other"
+                    )
+                yield picture
     except UnreadableImageError:
         raise
     except Exception as error:  # a damaged file makes decoders raise errors of nearly any type
-        raise UnreadableImageError(_reason(source, error)) from error
+        raise UnreadableImageError(_reason(source, formats, error)) from error
 
 
-def _reason(source: object, error: Exception) -> str:
+def _reason(source: object, formats: Sequence[str], error: Exception) -> str:
     if isinstance(source, (str, Path)) and os.path.isfile(source) and not os.path.getsize(source):
         return "the file is empty"
     if isinstance(error, Image.DecompressionBombError):
         return f"more than the limit of {MAX_PIXELS:,} pixels"
     if isinstance(error, Image.UnidentifiedImageError):
-        return f"not a picture, or none of the formats {', '.join(FORMATS)}"
+        one = (
+            f"none of the formats {', '.join(formats)}" if len(formats) > 1 else f"no {formats[0]}"
+        )
+        return f"not a picture, or {one}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

@@ -18,6 +18,7 @@ import bz2
 import gzip
 import json
 import lzma
+import math
 import os
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -453,7 +454,7 @@ def _read_labels(path: Path) -> dict[str, NDArray[np.uint8]]:
 
 
 def _tiles(path: Path) -> NDArray[np.uint8]:
-    grid = np.asarray(_open(path).convert("L"))
+    grid = np.asarray(_open(path, max_ratio=math.inf).convert("L"))
     rows, columns = grid.shape[0] // SIDE, grid.shape[1] // SIDE
     tiles = grid[: rows * SIDE, : columns * SIDE].reshape(rows, SIDE, columns, SIDE)
     return tiles.transpose(0, 2, 1, 3).reshape(-1, SIDE * SIDE)
@@ -471,9 +472,9 @@ def _read_class_folders(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]
     return parts[0], parts[1], data.class_names
 
 
-def _open(path: str | Path) -> Image.Image:
+def _open(path: str | Path, **limits: float) -> Image.Image:
     try:
-        return open_image(path)
+        return open_image(path, **limits)
     except UnreadableImageError as error:
         raise ValueError(f"`data_dir`: {path} can't be read: {error}") from error
 

@@ -28,11 +28,14 @@ from softfree.data.images import (
     find_split,
     image_files,
     open_image,
+    opened,
     part_readable,
     some,
+    upright_size,
 )
 from softfree.data.shapes import CLASSES, SHAPES, SIDE, draw_shapes
 
+CLASS_MAP_FORMATS = ("PNG",)
 IGNORE = 255
 ADE20K_CLASSES = 150
 # Of all labels; 19 of them are classes. -1, a license plate, is 255 in 8 bits.
@@ -182,12 +185,12 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
     for image, class_map in dataset.pairs:
         try:
             values = read_class_ids(class_map)
-            with Image.open(image) as picture:
-                size = picture.size
-                # Read upright later: quarter turns are told by the EXIF orientation.
-                if picture.getexif().get(0x0112, 1) >= 5:
-                    size = size[::-1]
-        except (ValueError, OSError, SyntaxError) as error:
+        except UnreadableImageError as error:
+            bad.append(str(error))
+            continue
+        try:
+            size = upright_size(image)
+        except UnreadableImageError as error:
             bad.append(f"{image}: {error}")
             continue
         beyond = np.setdiff1d(values, known)
@@ -207,11 +210,16 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
 def read_class_ids(path: str | Path) -> np.ndarray:
     """The values of a class map as they are in the file, (H, W) uint8; palettes are left alone."""
     try:
-        with Image.open(path) as picture:
+        # Nothing else: for some formats, told by a file's content, Pillow starts other programs.
+        with opened(path, CLASS_MAP_FORMATS) as picture:
             values = np.asarray(picture)
-    except (OSError, ValueError, SyntaxError) as error:
+    except UnreadableImageError as error:
         raise UnreadableImageError(f"{path}: {error}") from error
-    if values.ndim != 2 or (values.dtype != np.uint8 and values.max(initial=0) > 255):
+    fine = values.ndim == 2 and (
+        values.dtype in (np.uint8, np.bool)
+        or (values.dtype.kind in "iu" and values.min() >= 0 and values.max() <= 255)
+    )
+    if not fine:
         raise UnreadableImageError(
             f"{path} is no class map: expected one channel of values up to 255, "
             f"got shape {values.shape} of {values.dtype}"
@@ -290,7 +298,7 @@ def _ade20k_names(path: Path) -> tuple[str, ...]:
     """Names from the table that comes with the set, or numbers where it is missing."""
     if not path.is_file():
         return tuple(f"class {i}" for i in range(1, ADE20K_CLASSES + 1))
-    rows = path.read_text().splitlines()[1 : ADE20K_CLASSES + 1]
+    rows = _lines(path)[1 : ADE20K_CLASSES + 1]
     return tuple(row.split("\t")[-1].split(",")[0].strip() for row in rows)
 
 
@@ -317,7 +325,7 @@ def _voc(root: Path, split: str) -> Split:
     path = next((path for path in lists if path.is_file()), None)
     if path is None:
         raise FileNotFoundError(f"there is neither {lists[0]} nor {lists[1]}")
-    names = path.read_text().split()
+    names = [name for line in _lines(path) for name in line.split()]
     if not names:
         raise ValueError(f"{path} names no pictures")
     class_maps = [str(root / "SegmentationClass" / f"{name}.png") for name in names]
@@ -335,7 +343,7 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
     names_file = root / "classes.txt"
     if not names_file.is_file():
         raise FileNotFoundError(f"{names_file} is missing: one class name per line, class 0 first")
-    names = tuple(line.strip() for line in names_file.read_text().splitlines() if line.strip())
+    names = tuple(line.strip() for line in _lines(names_file) if line.strip())
     if not 0 < len(names) <= IGNORE:
         raise ValueError(f"{names_file} must name 1 to {IGNORE} classes, it has {len(names)}")
     classes = np.arange(256, dtype=np.uint8)
@@ -344,6 +352,13 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
     pairs = _pairs(images, class_maps)
     ignored = tuple(sorted({ignore_label, IGNORE}))
     return SegmentationDataset(pairs, range(len(names)), classes, ignored), names
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no readable text: {error}") from error
 
 
 def _pairs(

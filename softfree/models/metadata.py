@@ -195,9 +195,9 @@ def _texts(value: Any) -> str | None:
 
 def _numbers(above: float) -> Check:
     def check(value: Any) -> str | None:
-        channels = value if isinstance(value, list) and len(value) <= MAX_ITEMS else []
+        channels = value if isinstance(value, list) and len(value) == 3 else []
         fine = [_is_number(item) and above < item for item in channels]
-        wanted = "a list of finite numbers"
+        wanted = "a list of 3 finite numbers"
         return None if fine and all(fine) else wanted if above < 0 else f"{wanted} above {above:g}"
 
     return check

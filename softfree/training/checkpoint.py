@@ -30,6 +30,7 @@ from torch import Tensor
 
 from softfree.data.files import write_durably
 from softfree.models.metadata import check_fields, read_json
+from softfree.training.settings import from_plain
 
 WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
 METADATA, SETTINGS = "metadata.json", "settings.json"
@@ -236,13 +237,16 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def data_settings(path: Path) -> dict[str, Any]:
-    """What the run that wrote a checkpoint was told about its data."""
+def data_settings(path: Path, kind: type[Found]) -> Found:
+    """What the run that wrote a checkpoint was told about its data: ``kind``, a dataclass of its task."""
     folder = locate(path)
     settings = read_run_settings(folder)
     if "data" not in settings:
         raise ValueError(f"{folder / SETTINGS}: 'data' is missing")
-    return settings["data"]
+    try:
+        return from_plain(kind, settings["data"])
+    except ValueError as error:
+        raise ValueError(f"{folder / SETTINGS}: 'data': {error}") from error
 
 
 def check_task(path: str | Path, metadata: dict[str, Any], task: str) -> None:

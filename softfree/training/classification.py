@@ -487,12 +487,12 @@ def load_validation_images(
 
     What its training set aside of a folder without val/ is set aside again.
     """
-    recorded = checkpoint.data_settings(path)
+    recorded = checkpoint.data_settings(path, DataSettings)
     if data_dir is None and not dataset:
-        data_dir, dataset = recorded["data_dir"], recorded["dataset"]
-    split = {}
+        data_dir, dataset = recorded.data_dir, recorded.dataset
+    split: dict[str, Any] = {}
     if data_dir is not None and not dataset and lacks_validation(Path(data_dir)):
-        split = {name: recorded[name] for name in ("val_split", "split_seed") if name in recorded}
+        split = dict(val_split=recorded.val_split, split_seed=recorded.split_seed)
     return load_images(data_dir, dataset=dataset, strict=strict, **split)
 
 

@@ -12,6 +12,7 @@ a checkpoint needs no state of any generator: a run that goes on from one does w
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -585,7 +586,9 @@ class _Training:
             self._save(self.last, with_state=True)
         position.evaluated = position.step
         if better:
-            position.best, position.best_step = score, position.step
+            # None is a number that the next may be better than.
+            position.best = None if math.isnan(score) else score
+            position.best_step = position.step
             self._save(self.best, with_state=False)
         unreadable = set(distributed.gather([*self.unreadable], self.processes))
         self.log.evaluated(

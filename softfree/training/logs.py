@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from softfree.data.files import replace_durably
-from softfree.data.images import Unreadable
+from softfree.data.images import Unreadable, printable
 
 TRAIN_CSV, EVAL_CSV, TEST_RESULT = "train.csv", "eval.csv", "test.json"
 # The bar is drawn by the loop itself: no thread runs beside the training.
@@ -121,7 +121,7 @@ class RunLog:
 
     def unreadable(self, file: Unreadable) -> None:
         """A file is left out, wherever it was found."""
-        text = f"skipped {file.path}: {file.reason}"
+        text = f"skipped {printable(file.path)}: {file.reason}"
         if self.active:
             self.say(text, "yellow")
         else:

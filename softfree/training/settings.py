@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import typing
 from collections.abc import Mapping
@@ -211,25 +212,55 @@ def settings_to_json(settings: Any) -> str:
 def read_settings(kind: type[Settings], path: Path) -> Settings:
     """Settings that :func:`settings_to_json` wrote; where a run writes is for its user to say, not for a file."""
     try:
-        return _from_plain(kind, read_json(path))
-    except (ValueError, TypeError, KeyError) as error:
+        return from_plain(kind, read_json(path))
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} is no settings.json of this command: {error}") from error
 
 
-def _from_plain(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass from what JSON made of it: lists become tuples, names become paths."""
+def from_plain(kind: type[Settings], values: Any) -> Settings:
+    """A dataclass from what JSON made of it: lists become tuples, names become paths; raises ``ValueError``."""
+    if not isinstance(values, dict):
+        raise ValueError(f"it must be a mapping, got {values!a:.60}")
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"it has {', '.join(unknown)}, unknown here")
-    made = {}
+        raise ValueError(f"it has {', '.join(unknown)!a:.200}, unknown here")
+    made: dict[str, Any] = {}
     for name, value in values.items():
-        if dataclasses.is_dataclass(hints[name]):
-            value = _from_plain(hints[name], value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        elif hints[name] is Path:
-            value = Path(value)
-        made[name] = value
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            try:
+                made[name] = from_plain(typing.cast("type[Any]", hint), value)
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from error
+        elif not _fits(hint, value):
+            wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise ValueError(f"{name!r} must be of {wanted}, got {value!a:.60}")
+        else:
+            made[name] = Path(value) if hint is Path else _as_tuple(value)
     if kind is RunSettings:
         made = {name: value for name, value in made.items() if name not in NOT_FROM_FILES}
     return kind(**made)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether JSON's ``value`` is one of the type ``hint``."""
+    arguments = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        if not isinstance(value, list):
+            return False
+        if arguments[-1] is not Ellipsis:
+            return len(value) == len(arguments) and all(map(_fits, arguments, value))
+        return all(_fits(arguments[0], item) for item in value)
+    if arguments:
+        return any(_fits(argument, value) for argument in arguments)
+    if hint in (int, float):
+        kinds = int if hint is int else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < math.inf
+    return isinstance(value, str if hint is Path else hint)

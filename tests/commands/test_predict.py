@@ -1,12 +1,16 @@
 """`softfree predict`: files, folders and patterns in; a table, JSON lines and drawings out."""
 
 import json
+import os
 import re
+import shutil
 
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 
+import softfree_cli
 from softfree.analysis.pictures import landscape
 from softfree.analysis.predictions import draw_classes
 from softfree.commands import predict, train
@@ -209,3 +213,42 @@ def test_folder_that_is_no_checkpoint_and_task_without_a_predictor_are_refused(p
         ValueError, match=r"is of the task 'juggling'; predict knows classification"
     ):
         run(str(tmp_path / "other"), pictures)
+
+
+def test_results_for_a_full_disk_are_one_line(checkpoint, pictures, capsys):
+    words = [str(pictures), "--checkpoint", checkpoint, "--output", "/dev/full"]
+    assert softfree_cli.main(["predict", *words]) == 1
+    assert capsys.readouterr().err == "softfree: error: No space left on device\n"
+
+
+def test_a_name_that_is_no_utf_8_and_scores_that_are_no_numbers_are_sound_json(
+    checkpoint, tmp_path, capsys
+):
+    spoiled = tmp_path / "spoiled"
+    shutil.copytree(checkpoint, spoiled)
+    file = spoiled / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    safetensors.torch.save_file(
+        {
+            name: torch.full_like(w, float("nan"))
+            for name, w in weights.items()
+            if w.is_floating_point()
+        }
+        | {name: w for name, w in weights.items() if not w.is_floating_point()},
+        file,
+    )
+    metadata = json.loads((spoiled / "metadata.json").read_text())
+    del metadata["crc32"]
+    (spoiled / "metadata.json").write_text(json.dumps(metadata))
+    (tmp_path / "in").mkdir()
+    landscape(40, 30).save(os.fsdecode(os.fsencode(tmp_path / "in") + b"/caf\xe9.png"))
+    written = tmp_path / "out.jsonl"
+    words = ["--json", "--output", str(written), "--checkpoint", str(spoiled)]
+    assert softfree_cli.main(["predict", str(tmp_path / "in"), *words]) == 0
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    found = json.loads(written.read_text(), parse_constant=refuse)
+    assert found["path"].endswith("caf\\xe9.png")
+    assert capsys.readouterr().out == written.read_text()

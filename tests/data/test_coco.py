@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from softfree.data.coco import (
+    _run_lengths,
     check_annotations,
     coco_api,
     decode_mask,
@@ -47,8 +48,27 @@ def test_good_annotations_pass():
         (dict(bbox=[15, 3, 8, 4]), r"box \[15, 3, 8, 4\] lies outside of 20 x 10 pixels in a.png"),
         (dict(bbox=[2, 3, 0, 4]), r"box \[2, 3, 0, 4\] has no area"),
         (dict(bbox=[2, 3, 5]), "is not"),
-        (dict(bbox=[2, 3, float("nan"), 4]), "has no area"),
-        (dict(bbox=[2, float("nan"), 3, 4]), "lies outside"),
+        (dict(bbox=[2, 3, float("nan"), 4]), "is not"),
+        (dict(bbox=[2, float("nan"), 3, 4]), "is not"),
+        (dict(bbox=[2, 3, float("inf"), 4]), "is not"),
+        (dict(bbox=[2, 3, 10**400, 4]), "lies outside"),
+        (dict(image_id=[7]), r"its image_id must be a whole number, got \[7\]"),
+        (dict(image_id="7"), "its image_id must be a whole number, got '7'"),
+        (dict(category_id={}), "its category_id must be a whole number"),
+        (dict(iscrowd=None), "its iscrowd must be 0 or 1, got None"),
+        (dict(iscrowd=[]), "its iscrowd must be 0 or 1"),
+        (dict(area="20"), "an area of '20'"),
+        (dict(area=float("nan")), "an area of nan"),
+        (dict(segmentation=[[2, 3, 7, 3, 7, float("inf")]]), "a polygon that is not"),
+        (dict(segmentation=[[2, 3, 7, 3, float("nan"), 7]]), "a polygon that is not"),
+        (dict(segmentation=[[2, 3, 7, 3, 1e9, 7]]), "a polygon that lies outside of 20 x 10"),
+        (dict(segmentation=[[2, -3, 7, 3, 7, 7]]), "a polygon that lies outside of 20 x 10"),
+        (dict(segmentation=dict(size=7, counts=[200])), "a run-length code of the size 7"),
+        (dict(segmentation=dict(size=[10.0, 20], counts=[200])), "a run-length code of the size"),
+        (dict(segmentation=dict(size=[10**6] * 2, counts=[10**12])), "a mask of 1000000 x 1000000"),
+        (dict(segmentation=dict(size=[10, 20], counts=[-1, 201])), "code that can't be decoded"),
+        (dict(segmentation=dict(size=[10, 20], counts=[10**12])), "it is of 1,000,000,000,000 pix"),
+        (dict(segmentation=dict(size=[10, 20], counts="\u00e9")), "code that can't be decoded"),
         (dict(bbox=["2", 3, 3, 4]), "is not"),
         (dict(category_id=4), "there is no category 4"),
         (dict(image_id=8), "there is no image 8"),
@@ -75,6 +95,51 @@ def test_a_bad_annotation_is_named_with_its_reason_or_left_out(changes, message)
         check_annotations(annotations, "file", masks=True)
     kept = check_annotations(annotations, "file", masks=True, skip_bad=True)
     assert [a["id"] for a in kept["annotations"]] == [1]
+
+
+def test_run_lengths_are_those_of_the_code():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        height, width = generator.integers(1, 60, 2)
+        mask = generator.random((height, width)) < generator.random()
+        runs = _run_lengths(encode_mask(mask)["counts"])
+        flat = np.concatenate([np.full(length, number % 2) for number, length in enumerate(runs)])
+        assert np.array_equal(flat, mask.T.reshape(-1))
+
+
+@pytest.mark.parametrize("content", ["null", "3", '"x"', "[]", "{" * 10**5, "[" * 10**5, "\x00"])
+def test_a_json_that_is_something_else_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match="a.json is no (readable json|COCO file)") as caught:
+        read_annotations(tmp_path / "a.json")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("images", dict(id="7"), "entry 1 of 'images' must have a whole number as id, got '7'"),
+        ("images", dict(id=[7]), "must have a whole number as id"),
+        ("images", dict(width=20.0), "whole numbers, got 20.0 and 10"),
+        ("images", dict(width=True), "whole numbers, got True and 10"),
+        ("images", dict(width=10**6, height=10**6), "larger than the limit of 100,000,000 pixels"),
+        ("images", dict(file_name=7), "must have the name of a file, got 7"),
+        ("images", dict(file_name="a\0.png"), "must have the name of a file"),
+        ("images", dict(file_name="../a.png"), "outside of the folder"),
+        ("images", dict(file_name="x/../../a.png"), "outside of the folder"),
+        ("images", dict(file_name="..\\a.png"), "outside of the folder"),
+        ("images", dict(file_name="/etc/a.png"), "outside of the folder"),
+        ("images", dict(file_name="C:\\a.png"), "outside of the folder"),
+        ("categories", dict(id={}), "entry 1 of 'categories' must have a whole number as id"),
+        ("categories", dict(name=None), "must have a text as name, got None"),
+    ],
+)
+def test_images_and_categories_of_other_kinds_are_named(tmp_path, section, changes, message):
+    content = copy.deepcopy(GOOD)
+    content[section][0].update(changes)
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        read_annotations(tmp_path / "a.json")
 
 
 def test_how_many_annotations_are_left_out_and_why_is_logged_once(caplog, monkeypatch):
@@ -137,7 +202,7 @@ def test_area_and_crowd_are_filled_in(tmp_path):
         (
             '{"images": [{"id": 1, "file_name": "a", "width": "20", "height": 9}], "annotations": [], '
             '"categories": []}',
-            "must have a width and a height in pixels, got '20' and 9",
+            "must have a width and a height in pixels, whole numbers, got '20' and 9",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Pictures of every kind are read correctly, bad ones stop nothing, and randomness can be repeated."""
 
+import os
 import random
 import struct
 import warnings
@@ -22,7 +23,7 @@ from softfree.data import (
     seeded,
 )
 from softfree.data.classification import has_fewer
-from softfree.data.images import ImageFiles
+from softfree.data.images import ImageFiles, image_files, printable, upright_size
 
 ORANGE = (240, 120, 20)
 
@@ -187,6 +188,47 @@ def test_missing_file_and_floating_point_pixels_are_refused(tmp_path):
     Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "depth.tiff")
     with pytest.raises(UnreadableImageError, match="no fixed range"):
         open_image(tmp_path / "depth.tiff")
+
+
+def test_a_picture_of_one_row_is_refused_before_it_is_decoded(tmp_path):
+    # Resized to a short side of 224 it would have 224 x 224 million pixels.
+    Image.new("L", (1, 1_000_000)).save(tmp_path / "a.png")
+    Image.new("L", (3, 300)).save(tmp_path / "b.png")
+    with pytest.raises(UnreadableImageError, match="1 x 1,000,000 pixels: one side is more than 1"):
+        open_image(tmp_path / "a.png")
+    assert open_image(tmp_path / "b.png").size == (3, 300)
+
+
+def test_an_orientation_that_is_a_text_turns_nothing(tmp_path):
+    entry = struct.pack("<HHI4s", 0x0112, 2, 4, b"abc\0")  # of kind 2: letters
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1) + entry + bytes(4)
+    picture().save(tmp_path / "a.jpg", exif=exif)
+    assert upright_size(tmp_path / "a.jpg") == open_image(tmp_path / "a.jpg").size == (40, 24)
+
+
+def test_what_is_no_file_and_folders_that_were_seen_are_left_out_by_name(tmp_path, caplog):
+    (tmp_path / "deep").mkdir()
+    picture().save(tmp_path / "deep" / "a.png")
+    (tmp_path / "deep" / "up").symlink_to(tmp_path)
+    (tmp_path / "again").symlink_to(tmp_path / "deep")
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    (tmp_path / "lost.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "device.png").symlink_to("/dev/zero")
+    (tmp_path / "link.png").symlink_to(tmp_path / "deep" / "a.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    found = image_files(tmp_path)
+    assert [Path(path).name for path in found] == ["a.png", "link.png"]
+    for name in ("loop", "lost", "device", "pipe"):
+        assert f"{name}.png: it is no file" in caplog.text
+
+
+def test_names_that_are_no_utf_8_are_read_and_shown_escaped(tmp_path):
+    name = os.fsencode(tmp_path) + b"/caf\xe9\x1b.png"
+    picture().save(os.fsdecode(name))
+    (found,) = image_files(tmp_path)
+    assert open_image(found).size == (40, 24)
+    assert printable(found).endswith("/caf\\xe9\\x1b.png")
+    printable(found).encode()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

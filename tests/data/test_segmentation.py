@@ -1,5 +1,8 @@
 """Each layout gives classes from 0 and the ignore label, and bad class maps are named before training."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +89,53 @@ def test_no_classes_and_more_than_bytes_can_tell_are_refused(tmp_path, count):
     (folders(tmp_path) / "classes.txt").write_text("name\n" * count)
     with pytest.raises(ValueError, match=f"classes.txt must name 1 to 255 classes, it has {count}"):
         load_segmentation(str(tmp_path))
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 3 2\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (EPS, "a.png: not a picture, or no PNG"),
+        (b"", "a.png: the file is empty"),
+        (b"\x89PNG\r\n\x1a\n" + 30 * b"\xff", "a.png: "),
+    ],
+)
+def test_class_maps_are_read_as_png_alone(tmp_path, monkeypatch, content, message):
+    root = folders(tmp_path, ((0, 1, 1),))
+    (root / "masks" / "train" / "a.png").write_bytes(content)
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", None)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_segmentation(str(root))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_map_that_promises_too_many_pixels_is_refused_undecoded(tmp_path):
+    root = folders(tmp_path, ((0, 1, 1),))
+    file = root / "masks" / "train" / "a.png"
+    content = bytearray(file.read_bytes())
+    for side, message in ((30_000, "limit of 100,000,000 pixels"), (60_000, "limit of")):
+        content[16:24] = struct.pack(">II", side, side)
+        content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_segmentation(str(root))
+
+
+def test_a_picture_with_an_orientation_that_is_a_text_is_checked_as_it_is(tmp_path):
+    root = folders(tmp_path, ((0, 1, 1),))
+    entry = struct.pack("<HHI4s", 0x0112, 2, 4, b"abc\0")  # of kind 2: letters
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1) + entry + bytes(4)
+    Image.new("RGB", (3, 1)).save(root / "images" / "train" / "a.png", exif=exif)
+    assert len(load_segmentation(str(root)).train) == 1
+
+
+def test_class_names_that_are_no_text_are_said(tmp_path):
+    root = folders(tmp_path)
+    (root / "classes.txt").write_bytes(b"ground\n\xff\xfe\n")
+    with pytest.raises(ValueError, match="classes.txt is no readable text"):
+        load_segmentation(str(root))
 
 
 def test_missing_class_maps_are_named(tmp_path):

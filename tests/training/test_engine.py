@@ -334,6 +334,20 @@ def content(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def test_a_score_that_is_no_number_is_not_the_best_for_ever(tmp_path):
+    class Lost(Toy):
+        evaluations = 0
+
+        def evaluate(self, model, batches, processes):
+            self.evaluations += 1
+            scores = super().evaluate(model, batches, processes)
+            return {**scores, "top1": float("nan")} if self.evaluations == 1 else scores
+
+    outcome = run_toy(tmp_path, Lost())
+    assert outcome.position.best_step > 6
+    assert "NaN" not in (tmp_path / "best" / "metadata.json").read_text()
+
+
 def test_an_earlier_run_is_not_overwritten(tmp_path):
     run_toy(tmp_path)
     before = content(tmp_path)

@@ -1,8 +1,18 @@
 """Settings: values that can't be meant are refused."""
 
+import json
+
 import pytest
 
-from softfree.training.settings import OptimSettings, RunSettings, check_settings, parse_interval
+from softfree.training.classification import ClassificationSettings
+from softfree.training.settings import (
+    OptimSettings,
+    RunSettings,
+    check_settings,
+    parse_interval,
+    read_settings,
+    settings_to_json,
+)
 
 
 @pytest.mark.parametrize("text", ["", "e", "0", "-1", "2m", "1.5e"])
@@ -26,3 +36,35 @@ def test_intervals_that_are_none_are_refused(text):
 def test_invalid_values_are_refused_by_their_flag(changes, flag):
     with pytest.raises(ValueError, match=f"{flag} must"):
         check_settings(OptimSettings(**changes), RunSettings())
+
+
+@pytest.mark.parametrize(
+    "part, name, value",
+    [
+        ("augment", "ratio", [[None], 1.0]),
+        ("augment", "ratio", [1.0]),
+        ("data", "dataset", True),
+        ("data", "data_dir", 3),
+        ("model", "img_size", {"x": {}}),
+        ("model", "img_size", "224"),
+        ("model", "model_kwargs", "depths=1"),
+        ("optim", "lr", None),
+        ("optim", "lr", float("inf")),
+        ("optim", "sched", ["cosine"]),
+        ("run", "channels_last", 1),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_by_its_name(tmp_path, part, name, value):
+    settings = json.loads(settings_to_json(ClassificationSettings()))
+    assert read_settings(ClassificationSettings, write(tmp_path, settings))
+    settings[part][name] = value
+    with pytest.raises(ValueError, match=f"settings.json .*{part!r}: {name!r} must be of"):
+        read_settings(ClassificationSettings, write(tmp_path, settings))
+    settings[part] = value
+    with pytest.raises(ValueError, match="settings.json of this command: "):
+        read_settings(ClassificationSettings, write(tmp_path, settings))
+
+
+def write(folder, settings):
+    (folder / "settings.json").write_text(json.dumps(settings))
+    return folder / "settings.json"

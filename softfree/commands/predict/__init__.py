@@ -1,7 +1,6 @@
 """Say what is in pictures, with a model that `softfree train` wrote."""
 
 import glob
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -23,12 +22,21 @@ from softfree.commands.common import (
     command,
     make_table,
     newest_run,
+    to_json,
 )
 from softfree.commands.predict.base import Predictor
 from softfree.commands.predict.classifier import ONNX, Classifier
 from softfree.commands.predict.detector import ObjectDetector
 from softfree.commands.predict.segmenter import Segmenter
-from softfree.data.images import EXTENSIONS, ImageFiles, Unreadable, image_files, open_image
+from softfree.data.images import (
+    EXTENSIONS,
+    ImageFiles,
+    Unreadable,
+    as_utf8,
+    image_files,
+    open_image,
+    printable,
+)
 from softfree.models.export import load_onnx
 from softfree.training.checkpoint import read_metadata
 from softfree.training.devices import choose_device
@@ -106,7 +114,7 @@ def predict(
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
-    longest = max(map(cell_len, paths))
+    longest = max(cell_len(printable(path)) for path in paths)
     if not console.is_terminal:
         # Lines of a file have no width, and programs look for names in them.
         console.width = max(console.width, longest + BESIDE_NAMES)
@@ -128,16 +136,16 @@ def predict(
             path = paths[number]
             if isinstance(result, Unreadable):
                 unreadable.append(result)
-                record = {"path": path, "error": result.reason}
+                record = {"path": as_utf8(path), "error": result.reason}
             else:
-                record = {"path": path, **result}
-                table.add_row(escape(path), *predictor.cells(result))
+                record = {"path": as_utf8(path), **result}
+                table.add_row(escape(printable(path)), *predictor.cells(result))
                 if draw is not None:
                     # A name that tells the picture, and that no two pictures share.
                     order = f"{number + 1:0{len(str(len(paths)))}d}"
                     target = draw / f"{order}_{Path(path).stem}.png"
                     predictor.draw(target, open_image(path), result)
-            line = json.dumps(record, ensure_ascii=False)
+            line = to_json(record, ensure_ascii=False)
             if lines is not None:
                 print(line, file=lines)
             if as_json:
@@ -216,6 +224,6 @@ def report_unreadable(console: Console, unreadable: Sequence[Unreadable], count:
         return
     console.print(f"{len(unreadable):,} of {count:,} pictures could not be read:", style="yellow")
     for item in unreadable[:MAX_LISTED]:
-        console.print(f"  {escape(item.path)}: {escape(item.reason)}", soft_wrap=True)
+        console.print(f"  {escape(printable(item.path))}: {escape(item.reason)}", soft_wrap=True)
     if len(unreadable) > MAX_LISTED:
         console.print(f"  and {len(unreadable) - MAX_LISTED:,} more", style="dim")

@@ -7,7 +7,12 @@ from softfree.commands.validate.base import Scores, Validation, check_classes
 from softfree.data.detection import collate_detection, load_split
 from softfree.training.checkpoint import data_settings
 from softfree.training.coco_metrics import FIGURES
-from softfree.training.detection import Detection, evaluate_detector, for_evaluation
+from softfree.training.detection import (
+    Detection,
+    DetectionDataSettings,
+    evaluate_detector,
+    for_evaluation,
+)
 from softfree.training.distributed import Processes
 from softfree.training.loading import evaluation
 
@@ -26,12 +31,12 @@ class ValidateDetection(Validation):
     def score(self, processes: Processes) -> Scores:
         model, metadata = Detection.load(self.checkpoint, processes.device)
         masks = metadata["detector"] == "mask-rcnn"
-        trained_on = data_settings(self.checkpoint)
+        trained_on = data_settings(self.checkpoint, DetectionDataSettings)
         data = load_split(
-            self.data_dir or trained_on["data_dir"],
+            self.data_dir or trained_on.data_dir,
             "val",
             masks=masks,
-            skip_bad=self.skip_bad_annotations or trained_on["skip_bad_annotations"],
+            skip_bad=self.skip_bad_annotations or trained_on.skip_bad_annotations,
         )
         check_classes(self.checkpoint, metadata["class_names"], data.class_names)
         arguments = metadata["arguments"]

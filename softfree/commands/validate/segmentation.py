@@ -13,7 +13,11 @@ from softfree.training.checkpoint import data_settings
 from softfree.training.classification import Normalize
 from softfree.training.distributed import Processes
 from softfree.training.loading import evaluation
-from softfree.training.segmentation import Segmentation, evaluate_segmenter
+from softfree.training.segmentation import (
+    Segmentation,
+    SegmentationDataSettings,
+    evaluate_segmenter,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +36,9 @@ class ValidateSegmentation(Validation):
 
     def score(self, processes: Processes) -> Scores:
         model, metadata = Segmentation.load(self.checkpoint, processes.device)
-        trained_on = data_settings(self.checkpoint)
+        trained_on = data_settings(self.checkpoint, SegmentationDataSettings)
         data, names = load_split(
-            self.data_dir or trained_on["data_dir"], "val", ignore_label=trained_on["ignore_label"]
+            self.data_dir or trained_on.data_dir, "val", ignore_label=trained_on.ignore_label
         )
         check_classes(self.checkpoint, metadata["class_names"], names)
         side = metadata["short_side"] if self.short_side is None else self.short_side
