@@ -176,7 +176,7 @@ def test_metadata_name_the_file_and_the_field_that_is_missing():
     ("task", "fields"),
     [
         ("detection", {"detector": "retinanet"}),
-        ("segmentation", {"short_side": 0, "window": 0, "mean": [0.5], "std": [0.5]}),
+        ("segmentation", {"short_side": 0, "window": 0, "mean": [0.5] * 3, "std": [0.5] * 3}),
     ],
 )
 def test_dense_checkpoints_are_held_to_the_same(task, fields):
