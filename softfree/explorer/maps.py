@@ -141,14 +141,14 @@ class Explorer:
 
 
 def top_classes(output: Any, metadata: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The likeliest classes, falling; None for models that don't classify."""
-    if metadata.get("task") != "classification":
+    """The likeliest classes, falling; None for models that don't classify, or not yet."""
+    names = metadata.get("class_names")
+    if metadata.get("task") != "classification" or names is None:
         return None
     chances = output[0].float().softmax(-1)
     best = chances.topk(min(TOP, len(chances)))
-    names = metadata.get("class_names")
     return [
-        {"label": names[index] if names else f"class {index}", "probability": chance}
+        {"label": names[index], "probability": chance}
         for chance, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     ]
 

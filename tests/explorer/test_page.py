@@ -14,10 +14,13 @@ import pytest
 import torch
 import uvicorn
 
+from softfree.analysis.subject import Subject
+from softfree.data import open_image
 from softfree.explorer.maps import Explorer, Place, pack
 from softfree.explorer.server import create_app
+from tests.analysis.small import small
 
-from .small import encoded, photo, subjects
+from .small import PREPARATION, encoded, photo, subjects
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed; try `make browser`"
@@ -30,6 +33,7 @@ BROWSERS = (
     "google-chrome",
 )
 PATIENCE = 600.0  # guards against a hang; nothing depends on it
+UNTRAINED = {"task": "classification", **PREPARATION}
 BAD = "#message:not([hidden])"
 
 
@@ -38,7 +42,8 @@ class Site:
 
     def __init__(self):
         torch.manual_seed(0)
-        models, samples = subjects(), {"one": photo(0), "two": photo(1)}
+        models = [*subjects(), Subject("fresh (untrained)", small("softpp_tiny"), UNTRAINED)]
+        samples = {"one": photo(0), "two": photo(1)}
         # Copies: two threads that capture from one model would record each other's layers.
         self.explorer = Explorer(deepcopy(models), samples)
         listening = socket.create_server(("127.0.0.1", 0))
@@ -192,6 +197,138 @@ def test_everything_is_reached_by_the_tab_key(page):
     assert controls <= reached
 
 
+def test_enter_holds_and_escape_releases_as_the_page_says(page, site):
+    assert "Enter holds" in page.locator("#hint").inner_text()
+    page.locator("#photo").focus()
+    hover(page, 0.1, 0.2)
+    page.keyboard.press("Enter")
+    assert "Esc to release" in page.locator("#pinned").inner_text()
+    hover(page, 0.9, 0.9)
+    until(lambda: shows(page, 1, site.shades(0.1, 0.2, 1)))
+    page.locator("#model").focus()
+    page.keyboard.press("Escape")
+    assert page.locator("#pinned").is_hidden()
+    hover(page, 0.8, 0.9)
+    until(lambda: shows(page, 1, site.shades(0.8, 0.9, 1)))
+
+
+def test_maps_are_there_when_waiting_ends(site, browser):
+    for page in open_page(site, browser):
+        page.evaluate(
+            """() => {
+                window.blank = 0;
+                new MutationObserver(() => {
+                    if (document.body.classList.contains("busy")) return;
+                    const captions = [...document.querySelectorAll("figcaption")];
+                    window.blank += !captions.length || captions.some((caption) => !caption.textContent);
+                }).observe(document.body, { attributeFilter: ["class"] });
+            }"""
+        )
+        for sample in ("sample-2", "sample-1"):
+            page.locator(f'#photos [data-photo="{sample}"]').click()
+            until(lambda: page.locator("body.busy").count() == 0)  # noqa: B023
+        assert page.evaluate("window.blank") == 0
+
+
+def test_before_the_first_answer_there_are_placeholders(site, browser):
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/api/capture*", lambda route: None)  # never answered
+    page.goto(site.address)
+    until(lambda: page.locator("#model option").first.inner_text() != "loading …")
+    assert page.locator("#maps .waiting").count() == 3
+    assert page.locator("#block").is_disabled() and page.locator("#block").inner_text() != ""
+    context.close()
+
+
+def test_without_a_head_or_an_attention_the_page_says_so_and_offers_all(page):
+    for head in page.locator("#heads input").all():
+        head.uncheck(force=True)
+    assert "No head is chosen" in page.locator("#maps").inner_text()
+    page.locator("#show-all").click()
+    assert page.locator("#maps canvas").count() == 3
+    for name in ("SOFT", "SOFT++", "softmax"):
+        page.locator("#variants").get_by_label(name, exact=True).uncheck(force=True)
+    assert "No attention is chosen" in page.locator("#maps").inner_text()
+    page.locator("#show-all").click()
+    assert page.locator("#maps canvas").count() == 3
+
+
+def test_the_mark_is_whole_at_the_edges(page):
+    for x, y in ((0.001, 0.001), (0.999, 0.999)):
+        hover(page, x, y)
+        assert page.evaluate(
+            """() => [...document.querySelectorAll("#photo, .map")].every(
+                (frame) => getComputedStyle(frame).overflow === "visible")"""
+        )
+
+
+def test_an_error_goes_with_the_next_action_but_not_with_the_mouse(page):
+    bad = {"name": "notes.png", "mimeType": "image/png", "buffer": b"not a photo"}
+    page.locator("#file").set_input_files(bad)
+    until(lambda: page.locator(BAD).count() == 1)
+    hover(page, 0.4, 0.4)
+    assert page.locator(BAD).count() == 1
+    page.locator("#stages").get_by_label("2").check(force=True)
+    assert page.locator(BAD).count() == 0
+
+
+def test_what_is_looked_at_survives_a_reload(page, site):
+    content = encoded(photo(21))
+    page.locator("#file").set_input_files(
+        {"name": "mine.png", "mimeType": "image/png", "buffer": content}
+    )
+    name = site.explorer.add_photo(content)
+    until(lambda: shows(page, 1, site.shades(0.5, 0.5, 1, photo=name)))
+    page.locator("#stages").get_by_label("2").check(force=True)
+    page.locator("#heads").get_by_label("2").check(force=True)
+    page.locator("#heads").get_by_label("1").uncheck(force=True)
+    hover(page, 0.2, 0.7)
+    until(lambda: "&stage=2&block=1&heads=1&x=0.2" in page.evaluate("location.hash"))
+    page.reload()
+    until(lambda: page.locator("body.busy").count() == 0)
+    assert page.locator("#stages input:checked + span").inner_text() == "2"
+    assert page.locator("#heads input:checked + span").all_inner_texts() == ["2"]
+    assert page.locator(f'#photos [data-photo="{name}"]').get_attribute("aria-pressed") == "true"
+    page.goto(f"{site.address}#model=1&photo=nowhere&size=9&stage=77&x=5")
+    page.reload()
+    until(lambda: page.locator("body.busy").count() == 0)
+    assert page.locator("#model").input_value() == "1"
+    assert page.locator("#maps canvas").count() == 1 and not page.locator(BAD).count()
+
+
+def test_the_picture_is_saved(page, tmp_path):
+    with page.expect_download() as download:
+        page.locator("#save").click()
+    assert download.value.suggested_filename == "attention_stage1.png"
+    download.value.save_as(tmp_path / "saved.png")
+    saved = open_image(tmp_path / "saved.png")
+    assert saved.width > 4 * 240 and len(saved.getcolors(2**24)) > 100
+
+
+def test_maps_are_in_the_first_screen_of_a_laptop(page):
+    page.set_viewport_size({"width": 1440, "height": 900})
+    for frame in page.locator("#maps .map").all():
+        box = frame.bounding_box()
+        assert box["y"] + box["height"] < 900
+
+
+def test_many_heads_lie_side_by_side(page):
+    page.locator("#stages").get_by_label("4").check(force=True)
+    page.locator("#all-heads").click()
+    boxes = [frame.bounding_box() for frame in page.locator("#maps .map").all()]
+    assert len({box["y"] for box in boxes}) == 3 and len({box["x"] for box in boxes}) == 4
+
+
+def test_an_untrained_model_is_said_so_and_lists_no_classes(site, browser):
+    for page in open_page(site, browser):
+        assert page.locator("#untrained").is_hidden()
+        page.locator("#model").select_option("2")
+        until(lambda: page.locator("body.busy").count() == 0)  # noqa: B023
+        assert page.locator("#untrained").inner_text().startswith("Untrained.")
+        assert page.locator("#classes").is_hidden()
+
+
 def test_attentions_switch_off_and_on(page, site):
     page.get_by_label("SOFT", exact=True).first.uncheck(force=True)
     assert page.locator("#maps canvas").count() == 2
@@ -284,7 +421,9 @@ def test_on_a_phone_it_follows_the_finger_and_fits(site, browser):
         box = page.locator("#photo").bounding_box()
         page.touchscreen.tap(box["x"] + 0.3 * box["width"], box["y"] + 0.7 * box["height"])
         until(lambda: shows(page, 1, site.shades(0.3, 0.7, 1)))  # noqa: B023
+        stage = page.locator("#stages").bounding_box()
         first_map = page.locator("#maps .map").first.bounding_box()
+        assert box["y"] + box["height"] <= stage["y"] < first_map["y"]
         assert first_map["y"] + first_map["height"] < 740  # photo and maps are seen together
 
 

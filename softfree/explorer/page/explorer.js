@@ -9,9 +9,10 @@ const CONVERGED = 1e-2;
 // them. `steps` null: as many as the layer takes.
 const state = {
   setup: null, wanted: { model: 0, photo: null, size: 224 }, captured: null, layers: [], layer: null,
-  heads: new Set([0, 1]), hidden: new Set(), steps: null, residuals: [], x: 0.5, y: 0.5, pinned: false,
+  heads: new Set([0, 1]), hidden: new Set(), steps: null, residuals: [], x: 0.5, y: 0.5, pinned: false, remembered: {},
 };
 let panels = [];
+const narrow = matchMedia("(max-width: 48rem)");
 let loading = null;
 
 // ---- talking to the server
@@ -54,12 +55,14 @@ async function load() {
     state.layers = layers;
     showPhoto(wanted.photo);
     showClasses(top);
-    const { stage = layers[0].stage, block = -1 } = state.layer ?? {};
-    chooseLayer(stage, block);
+    const { stage = layers[0].stage, block = -1 } = state.layer ?? state.remembered;
+    state.remembered = {};
+    // The maps are what is waited for.
+    await chooseLayer(stage, block);
   } catch (problem) {
     if (problem.name !== "AbortError") say(problem.message);
   } finally {
-    if (mine === loading) document.body.classList.remove("busy");
+    if (mine === loading) document.body.classList.remove("busy", "starting");
   }
 }
 
@@ -67,25 +70,30 @@ function blocksOf(stage) {
   return state.layers.filter((layer) => layer.stage === stage);
 }
 
-// The layer of this stage and block; the last block where there is none.
+// The layer of this stage and block; of the first stage, or the last block, where there is none.
 function chooseLayer(stage, block) {
-  const blocks = blocksOf(stage).length ? blocksOf(stage) : state.layers;
+  const blocks = blocksOf(blocksOf(stage).length ? stage : state.layers[0].stage);
   state.layer = blocks.find((layer) => layer.block === block) ?? blocks.at(-1);
   const heads = [...state.heads].filter((head) => head < state.layer.heads);
-  state.heads = new Set(heads.length ? heads : [0, 1].slice(0, state.layer.heads));
+  state.heads = new Set(heads.length || !state.heads.size ? heads : [0, 1].slice(0, state.layer.heads));
   showControls();
   buildMaps();
-  refresh();
   showConvergence();
+  return refresh();
 }
 
-let moving = false, moved = false;
+let moving = null, moved = false;
 
-// One request at a time; when it is answered, the newest position is asked for and those between are not.
-async function refresh() {
+// One request at a time; when it is answered, the newest position is asked for and those between are not. Ends when
+// the newest is drawn.
+function refresh() {
+  if (!state.layer) return Promise.resolve();
   moved = true;
-  if (moving || !state.layer) return;
-  moving = true;
+  moving ??= followNewest().finally(() => { moving = null; });
+  return moving;
+}
+
+async function followNewest() {
   while (moved) {
     moved = false;
     try {
@@ -94,7 +102,31 @@ async function refresh() {
       say(problem.message);
     }
   }
-  moving = false;
+  remember();
+}
+
+// ---- the address bar: what is looked at survives a reload
+
+function remember() {
+  const { captured, layer, x, y } = state;
+  const heads = [...state.heads].sort((a, b) => a - b).join(".");
+  const fields = { ...captured, stage: layer.stage, block: layer.block, heads, x: x.toFixed(3), y: y.toFixed(3) };
+  history.replaceState(null, "", `#${new URLSearchParams(fields)}`);
+}
+
+// What the address names, as far as this explorer has it.
+function recall() {
+  const fields = new URLSearchParams(location.hash.slice(1));
+  const number = (name, least, most) => {
+    const value = fields.has(name) ? Number(fields.get(name)) : NaN;
+    return value >= least && value <= most ? value : undefined;
+  };
+  const model = number("model", 0, state.setup.models.length - 1);
+  const heads = (fields.get("heads") ?? "").split(".").filter(Boolean).map(Number).filter(Number.isInteger);
+  return {
+    model: Number.isInteger(model) ? model : 0, photo: fields.get("photo"), size: number("size", 1, 1 << 16),
+    stage: number("stage", 1, 1 << 8), block: number("block", 1, 1 << 8), heads, x: number("x", 0, 1), y: number("y", 0, 1),
+  };
 }
 
 async function fetchMaps() {
@@ -145,9 +177,14 @@ function short(value) {
   return value === 0 ? "0" : value.toExponential(1).replace("e+0", "").replace("-", "−").replace("e-", "e−");
 }
 
+function patchAt(x, y) {
+  const [height, width] = state.layer.grid;
+  return [Math.min(Math.floor(y * height), height - 1), Math.min(Math.floor(x * width), width - 1)];
+}
+
 function placePatches(x, y) {
   const [height, width] = state.layer.grid;
-  const [row, column] = [Math.min(Math.floor(y * height), height - 1), Math.min(Math.floor(x * width), width - 1)];
+  const [row, column] = patchAt(x, y);
   for (const patch of document.querySelectorAll(".patch")) {
     Object.assign(patch.style, {
       left: `${(100 * column) / width}%`, top: `${(100 * row) / height}%`,
@@ -157,32 +194,63 @@ function placePatches(x, y) {
   return [row, column];
 }
 
+// A row for each head and a column for each attention, or the other way round where there are more heads: the longer
+// side of the table lies along the longer side of a screen.
 function buildMaps() {
   const { layer } = state;
-  const [height, width] = layer.grid;
   const shown = layer.variants.map((name, variant) => ({ name, variant })).filter(({ name }) => !isHidden(name));
-  const cells = [element("span")];
-  for (const { name } of shown) {
-    const own = name === layer.kind ? "this model" : "what if";
-    cells.push(element("div", { className: "title" }, name, element("small", {}, own)));
-  }
+  const heads = [...state.heads].sort((a, b) => a - b);
   panels = [];
-  for (const head of [...state.heads].sort((a, b) => a - b)) {
-    cells.push(element("span", { className: "head" }, `head ${head + 1}`));
-    for (const { name, variant } of shown) {
-      const canvas = element("canvas", { width, height });
-      const caption = element("figcaption");
-      const image = element("img", { src: seenUrl(), alt: "", draggable: false });
-      const map = element("div", { className: "map" }, image, canvas, element("span", { className: "patch" }));
-      map.setAttribute("role", "img");
-      map.setAttribute("aria-label", `${name}, head ${head + 1}`);
-      cells.push(element("figure", {}, map, caption));
-      panels.push({ variant, head, canvas, caption });
-    }
+  if (!heads.length || !shown.length) {
+    const what = heads.length ? "attention" : "head";
+    const button = element("button", { type: "button", id: "show-all" }, `Show every ${what}`);
+    button.addEventListener("click", () => (heads.length ? showEveryAttention() : showEveryHead()));
+    const words = element("p", { className: "nothing" }, `No ${what} is chosen, so there is no map. `, button);
+    $("maps").replaceChildren(words);
+    return;
   }
-  $("maps").style.setProperty("--columns", shown.length);
-  $("maps").classList.toggle("many", state.heads.size > 4);
+  const across = heads.length > shown.length && !narrow.matches;
+  const cells = [element("span")];
+  const title = ({ name }) => element("div", { className: "title" }, name,
+    element("small", {}, name === layer.kind ? "this model" : "what if"));
+  const number = (head) => element("span", { className: "head" }, `head ${head + 1}`);
+  const [rows, columns] = across ? [shown, heads] : [heads, shown];
+  cells.push(...columns.map(across ? number : title));
+  for (const row of rows) {
+    cells.push(across ? title(row) : number(row));
+    for (const column of columns) cells.push(buildMap(...(across ? [row, column] : [column, row])));
+  }
+  $("maps").style.setProperty("--columns", columns.length);
+  $("maps").classList.toggle("across", across);
   $("maps").replaceChildren(...cells);
+}
+
+function buildMap({ name, variant }, head) {
+  const [height, width] = state.layer.grid;
+  const canvas = element("canvas", { width, height });
+  const caption = element("figcaption");
+  const image = element("img", { src: seenUrl(), alt: "", draggable: false });
+  const map = element("div", { className: "map" }, image, canvas, element("span", { className: "patch" }));
+  map.setAttribute("role", "img");
+  map.setAttribute("aria-label", `${name}, head ${head + 1}`);
+  panels.push({ name, variant, head, canvas, caption, image });
+  return element("figure", {}, map, caption);
+}
+
+function showEveryHead() {
+  state.heads = new Set(Array.from({ length: state.layer.heads }, (_, head) => head));
+  rebuild();
+}
+
+function showEveryAttention() {
+  state.hidden.clear();
+  rebuild();
+}
+
+function rebuild() {
+  showControls();
+  buildMaps();
+  refresh();
 }
 
 function isHidden(name) {
@@ -252,6 +320,7 @@ function shape(tag, attributes, text = "") {
 
 function showControls() {
   const { layer, layers } = state;
+  $("block").disabled = false;
   const stages = [...new Set(layers.map(({ stage }) => stage))];
   chips("stages", "radio", stages.map((stage) => ({
     text: String(stage), on: stage === layer.stage, change: () => chooseLayer(stage, -1),
@@ -270,7 +339,7 @@ function showControls() {
   $("grid").textContent = `${height} × ${width} = ${(height * width).toLocaleString("en")} tokens${landmarks}`;
   $("compared").textContent = layer.variants.length === 1
     ? `This layer is ${layer.kind}: the maps show what it computes.`
-    : "Every column uses the same queries, which this layer computed from the photo; in SOFT they are the keys, "
+    : "All attentions use the same queries, which this layer computed from the photo; in SOFT they are the keys, "
       + "too. SOFT and SOFT++ differ in the normalisation of the inverse only. Softmax is what softmax attention "
       + "would do with these queries and keys: not a model trained with it. Newton steps act on SOFT and SOFT++.";
   showSteps();
@@ -304,7 +373,7 @@ function showModel() {
   $("untrained").hidden = trained;
   $("size").max = sizes.length - 1;
   $("size").value = own > sizes.at(-1) ? sizes.length - 1 : sizes.indexOf(own);
-  Object.assign(state, { steps: null, layer: null, heads: new Set([0, 1]) });
+  Object.assign(state, { steps: null, layer: null, remembered: {}, heads: new Set([0, 1]) });
   chooseSize();
 }
 
@@ -379,13 +448,79 @@ function follow(event) {
   moveTo((event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height);
 }
 
+// ---- the picture as a file
+
+// The photo with its patch, then the maps as they stand, with what they are.
+async function save() {
+  if (!panels.length) return;
+  const [side, gap, margin, text] = [240, 12, 16, 18];
+  const heads = [...new Set(panels.map(({ head }) => head))], kinds = [...new Set(panels.map(({ name }) => name))];
+  const [columns, rows] = heads.length > kinds.length ? [heads, kinds] : [kinds, heads];
+  const label = (item) => (typeof item === "number" ? `head ${item + 1}` : item);
+  const picture = element("canvas", {
+    width: 2 * margin + (columns.length + 1) * (side + gap), height: 2 * margin + 3 * text + rows.length * (side + 2 * text),
+  });
+  const pen = picture.getContext("2d");
+  pen.fillStyle = "#fff";
+  pen.fillRect(0, 0, picture.width, picture.height);
+  const write = (words, x, y, font = "13px system-ui, sans-serif", most = side) => {
+    pen.fillStyle = "#1d1d22";
+    pen.font = font;
+    pen.fillText(words, x, y, most);
+  };
+  const { layer, captured } = state;
+  const { title } = state.setup.models[captured.model];
+  const place = `stage ${layer.stage}, block ${layer.block}, ${layer.grid.join(" × ")} tokens, photo at ${captured.size}²`;
+  const top = margin + 3 * text;
+  write(`Where the marked patch attends to: ${title}`, margin, margin + 14, "600 16px system-ui, sans-serif", picture.width - 2 * margin);
+  drawFramed(pen, [$("picture")], margin, top, side);
+  write(place, margin, top + side + text);
+  for (const { name, head, canvas, caption, image } of panels) {
+    const [column, row] = [columns.indexOf(columns === heads ? head : name), rows.indexOf(rows === heads ? head : name)];
+    const [x, y] = [margin + (column + 1) * (side + gap), top + row * (side + 2 * text)];
+    if (row === 0) write(label(columns[column]), x, top - 6, "600 13px system-ui, sans-serif");
+    drawFramed(pen, [image, canvas], x, y, side);
+    write(`${label(rows[row])}: ${caption.textContent}`, x, y + side + text - 2);
+  }
+  const blob = await new Promise((done) => picture.toBlob(done, "image/png"));
+  const link = element("a", { href: URL.createObjectURL(blob), download: `attention_stage${layer.stage}.png` });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+// A photo, grey where a map lies over it, and the marked patch.
+function drawFramed(pen, [image, map], x, y, side) {
+  pen.save();
+  if (map) pen.filter = "grayscale(1)";
+  pen.drawImage(image, x, y, side, side);
+  pen.filter = "none";
+  if (map) {
+    pen.globalAlpha = 0.75;
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(map, x, y, side, side);
+  }
+  pen.restore();
+  const [height, width] = state.layer.grid;
+  const [row, column] = patchAt(state.x, state.y);
+  const box = [x + (side * column) / width, y + (side * row) / height, side / width, side / height];
+  for (const [style, wide] of [["#fff", 6], ["#e5202b", 3]]) {
+    pen.strokeStyle = style;
+    pen.lineWidth = wide;
+    pen.strokeRect(...box);
+  }
+}
+
 function pin(on) {
   state.pinned = on;
   $("pinned").hidden = !on;
 }
 
-// From the centre of a patch to that of another.
+// From the centre of a patch to that of another; Enter holds it, Esc releases it.
 function step(event) {
+  if (event.key === "Enter" || event.key === "Escape") {
+    pin(event.key === "Enter");
+    return;
+  }
   const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
   const move = moves[event.key];
   if (!move || !state.layer || event.ctrlKey || event.altKey || event.metaKey) return;
@@ -408,14 +543,21 @@ function listen() {
     follow(event);
   });
   photo.addEventListener("keydown", step);
+  // Wherever the focus is: the photo may have been clicked.
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") pin(false); });
+  // An error goes with the next action; to move the mouse is none.
+  for (const action of ["click", "keydown", "change", "input", "paste", "drop"]) {
+    document.addEventListener(action, () => say(""), { capture: true });
+  }
+  $("save").addEventListener("click", save);
+  narrow.addEventListener("change", () => { if (state.layer) { buildMaps(); refresh(); } });
   $("model").addEventListener("change", () => { state.wanted.model = Number($("model").value); showModel(); load(); });
   $("block").addEventListener("change", () => chooseLayer(state.layer.stage, Number($("block").value)));
   $("all-heads").addEventListener("click", () => {
-    const every = Array.from({ length: state.layer.heads }, (_, head) => head);
-    state.heads = new Set(state.heads.size < every.length ? every : [0]);
-    showControls();
-    buildMaps();
-    refresh();
+    if (!state.layer) return;
+    if (state.heads.size < state.layer.heads) return showEveryHead();
+    state.heads = new Set([0]);
+    rebuild();
   });
   $("steps").addEventListener("input", () => { state.steps = Number($("steps").value); showSteps(); refresh(); });
   $("own-steps").addEventListener("click", () => { state.steps = null; showSteps(); refresh(); });
@@ -440,12 +582,30 @@ async function start() {
     return;
   }
   const { models, photos, limits } = state.setup;
-  $("model").append(...models.map(({ title }, index) => element("option", { value: index }, title)));
+  const { model, photo, size, stage, block, heads, x = 0.5, y = 0.5 } = recall();
+  $("model").replaceChildren(...models.map(({ title }, index) => element("option", { value: index }, title)));
+  $("model").disabled = false;
+  $("model").value = model;
   $("steps").max = limits.steps;
   for (const { id, name } of photos) addPhoto(id, name);
   listen();
+  state.wanted.model = model;
   showModel();
-  choosePhoto(photos[0].id);
+  const { sizes } = models[model];
+  if (sizes.includes(size)) {
+    $("size").value = sizes.indexOf(size);
+    chooseSize();
+  }
+  Object.assign(state, { remembered: stage ? { stage, block } : {}, x, y });
+  if (heads.length) state.heads = new Set(heads);
+  if (photo && !photos.some(({ id }) => id === photo) && await isKept(photo)) addPhoto(photo, "your photo");
+  const known = document.querySelector(`#photos [data-photo="${CSS.escape(photo ?? "")}"]`);
+  choosePhoto(known ? photo : photos[0].id);
+}
+
+// Photos that were opened are kept by the server for a while.
+async function isKept(photo) {
+  return ask(photoUrl(encodeURIComponent(photo))).then(() => true, () => false);
 }
 
 start();
