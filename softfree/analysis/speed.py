@@ -15,12 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.analysis.complexity import count_macs, count_parameters
-from softfree.analysis.measure import Measured, Work, first_line, measure, relate, release
+from softfree.analysis.measure import (
+    Measured,
+    Work,
+    first_line,
+    measure,
+    relate,
+    release,
+    synchronize,
+    time_in_turn,
+)
 from softfree.analysis.plots import COLOURS, draw_bars
-from softfree.models import fold_batch_norms
+from softfree.models import capture, fold_batch_norms
 from softfree.models.features import PyramidFeatures
+from softfree.models.graphs import WARM_UP
 from softfree.training.detection import DETECTORS
-from softfree.training.devices import DEFAULT_AMP, autocast
+from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP, autocast
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
@@ -30,6 +40,8 @@ DEFAULT_BATCH = {"cpu": 4, "cuda": 256}
 # A folded model computes the same sums in another order.
 FOLDING_TOLERANCE = 1e-3
 KINDS = {"train": "training", "infer": "inference"}
+# How a model is called: from Python, compiled by torch.compile, replayed by softfree.capture.
+MODES = ("eager", "compiled", "graph")
 CLASSES = 81  # COCO's categories, and one for the background
 OBJECTS = 8  # in a picture; COCO has 7 on average
 LARGEST_STRIDE = 32  # detectors pad pictures to a multiple of it
@@ -69,6 +81,22 @@ class ModelConditions:
         """At a time, once the device is known."""
         assert self.batch_size is not None
         return self.batch_size
+
+
+@dataclass(frozen=True)
+class LatencyConditions:
+    """How every model of a run answers."""
+
+    img_size: int = 224
+    """side of the square images"""
+    amp_dtype: str = "auto"
+    """autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU"""
+    half: bool = False
+    """keep weights and images in the dtype of --amp-dtype, instead of casting them at each call"""
+    channels_last: bool = False
+    """keep images and maps with the channels last in memory"""
+    fuse_bn: bool = False
+    """fold batch norms into the convolutions before them"""
 
 
 @dataclass(frozen=True)
@@ -133,6 +161,83 @@ def measure_model(
         fill(row, kind, found, conditions.images)
         release(device)
     return row
+
+
+def measure_latency(
+    models: Mapping[str, tuple[str, dict[str, Any]]],
+    batch_sizes: Iterable[int],
+    modes: Sequence[str],
+    conditions: LatencyConditions,
+    device: torch.device,
+    *,
+    seconds: float = 1.0,
+    report: Callable[[str], None] = lambda text: None,
+) -> list[SimpleNamespace]:
+    """A row for each batch size and model, by the name it is shown with: timm's name and keywords.
+
+    A call is waited for. Models take turns, so that what else the machine does meets all of them.
+    """
+    networks, notes = {}, {}
+    for shown, (name, options) in models.items():
+        report(f"{shown}: building")
+        networks[shown] = build(name, conditions.img_size, **options).eval()
+        notes[shown] = (
+            fold_if_safe(networks[shown], conditions.img_size) if conditions.fuse_bn else ""
+        )
+        place(networks[shown], conditions.channels_last, device)
+        if conditions.half:
+            networks[shown].to(AMP_DTYPES[conditions.amp_dtype])
+    rows = []
+    for batch in batch_sizes:
+        of_batch = [
+            new_row(
+                MODES, ("ms", "ratio_to_first"), model=shown, batch_size=batch,
+                parameters=count_parameters(network),
+            )
+            for shown, network in networks.items()
+        ]  # fmt: skip
+        for mode in modes:
+            report(f"batch {batch}, {mode}")
+            torch.compiler.reset()
+            calls = [
+                answer(network, batch, mode, conditions, device) for network in networks.values()
+            ]
+            for _ in range(WARM_UP):
+                for call in calls:
+                    call()
+            for row, took in zip(of_batch, time_in_turn(calls, seconds * len(calls)), strict=True):
+                setattr(row, f"{mode}_ms", 1e3 * took)
+                row.note = notes[row.model]
+            calls.clear()
+            release(device)
+        ratios = {f"{mode}_ms": f"{mode}_ratio_to_first" for mode in modes}
+        relate(of_batch, of_batch[0], ratios, lower_is_better=True)
+        rows += of_batch
+    return rows
+
+
+def answer(
+    network: nn.Module, batch: int, mode: str, conditions: LatencyConditions, device: torch.device
+) -> Callable[[], None]:
+    """A call of the network on a batch, which ends when the answer is there."""
+    side, layout = conditions.img_size, channels(conditions.channels_last)
+    images = torch.randn(batch, 3, side, side).to(device, memory_format=layout)
+    if conditions.half:
+        images = images.to(AMP_DTYPES[conditions.amp_dtype])
+    amp_dtype = "none" if conditions.half else conditions.amp_dtype
+    forward: Callable[[Tensor], object] = network
+    if mode == "compiled":
+        forward = torch.compile(network)
+    elif mode == "graph":
+        with autocast(amp_dtype, device):
+            forward = capture(network, images)
+
+    def call() -> None:
+        with torch.inference_mode(), autocast(amp_dtype, device):
+            forward(images)
+        synchronize(device)
+
+    return call
 
 
 def measure_with_detector(
@@ -342,9 +447,14 @@ def make_target(height: int, width: int, masks: bool, device: torch.device) -> d
 
 def place(network: nn.Module, channels_last: bool, device: torch.device) -> torch.memory_format:
     """Put a network on the device, its weights in the layout asked for; returns the layout, for images."""
-    layout = torch.channels_last if channels_last else torch.contiguous_format
+    layout = channels(channels_last)
     network.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     return layout
+
+
+def channels(last: bool) -> torch.memory_format:
+    """Where the channels are in memory."""
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def count_bytes(network: nn.Module, *others: object) -> int:

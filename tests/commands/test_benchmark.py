@@ -331,3 +331,39 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_measuring(tmp_path)
     for folder in (tmp_path / "file", "/proc/softfree"):
         with pytest.raises(ValueError, match="--csv: can't write .*costs.csv"):
             benchmark.main(["attention", *TINY, "--csv", f"{folder}/costs.csv"])
+
+
+def test_latency_has_a_row_for_each_batch_and_model_with_arguments_after_a_plus(tmp_path, capsys):
+    path, drawn = tmp_path / "latency.csv", tmp_path / "latency.png"
+    small = "softpp_tiny+depths=1,1,1,1+embed_dims=16,16,16,16+num_heads=1,1,1,1"
+    given = [small, f"{small}+inverse=solve", "--modes", "eager", "--batch-sizes", "1", "2"]
+    given += ["--img-size", "32", "--seconds", "0.001", "--device", "cpu", "--fuse-bn"]
+    assert benchmark.main(["latency", *given, "--csv", str(path), "--draw", str(drawn)]) == 0
+    out = capsys.readouterr().out
+    assert "batch 2" in out and "batch norms folded" in out and drawn.exists()
+    rows = read(path)
+    assert [(row["batch_size"], row["model"]) for row in rows] == [
+        (batch, name) for batch in "12" for name in (small, f"{small}+inverse=solve")
+    ]
+    for first, second in (rows[:2], rows[2:]):
+        assert float(first["eager_ms"]) > 0 and float(first["eager_ratio_to_first"]) == 1
+        expected = float(first["eager_ms"]) / float(second["eager_ms"])
+        assert float(second["eager_ratio_to_first"]) == pytest.approx(expected)
+        assert first["compiled_ms"] == first["graph_ms"] == "" and "folded" in first["note"]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ([], "needs a name"),
+        (["softpp_tiny+inverse"], "`NAME` must look like softpp_tiny\\+inverse=solve"),
+        (["no_such_model"], "no_such_model"),
+        (["softpp_tiny", "--modes", "graph"], "--modes graph needs a CUDA device"),
+        (["softpp_tiny", "--modes", "fast"], "--modes must be one of eager, compiled, graph"),
+        (["softpp_tiny", "--half"], "--half needs --amp-dtype bfloat16 or float16"),
+        (["softpp_tiny", "--batch-sizes", "0"], "--batch-size must be above 0"),
+    ],
+)
+def test_latency_refuses_what_can_not_be(given, message):
+    with pytest.raises((ValueError, SystemExit), match=message):
+        benchmark.main(["latency", *given, "--device", "cpu"])

@@ -3,6 +3,7 @@
 `softfree benchmark attention` compares the operator with torch's softmax attention; each of ours is checked
 against the float64 reference first, and a wrong one is not timed (exit code 1).
 `softfree benchmark model NAME ...` compares any models that timm knows, ours among them.
+`softfree benchmark latency NAME ...` compares how long one call takes: eager, compiled, in a CUDA graph.
 `softfree benchmark detector NAME ...` compares backbones in training under a detector, at 800 x 1333.
 `softfree benchmark memory` shows how the memory of every attention grows with the tokens (Fig. 1b).
 `softfree benchmark throughput` compares every attention inside one backbone (Table 2).
@@ -16,6 +17,7 @@ from softfree.commands.common import run_subcommand
 SUBCOMMANDS: dict[str, Callable[..., int]] = {
     "attention": attention.attention,
     "detector": speed.detector,
+    "latency": speed.latency,
     "memory": attention.memory,
     "model": speed.model,
     "throughput": speed.throughput,

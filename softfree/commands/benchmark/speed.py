@@ -1,4 +1,4 @@
-"""`softfree benchmark model`, `detector` and `throughput`: whole networks beside each other."""
+"""`softfree benchmark model`, `latency`, `detector` and `throughput`: whole networks beside each other."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 import tyro
 
 from softfree.analysis import speed
-from softfree.analysis.plots import LABELS
+from softfree.analysis.plots import LABELS, draw_bars
 from softfree.commands.common import (
     REPORT,
     Columns,
@@ -27,7 +27,7 @@ from softfree.training.classification import parse_model_kwargs
 from softfree.training.detection import DETECTORS
 from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
 
-CONDITIONS = speed.ModelConditions()
+CONDITIONS, LATENCY = speed.ModelConditions(), speed.LatencyConditions()
 # As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
 IMAGE_ATTENTIONS = (
     "softmax", "linformer", "performer", "nystromformer", "agent", "flatten", "soft", "softpp",
@@ -121,6 +121,82 @@ def throughput(
     title, extra = f"Attentions in {model}", {"model_kwargs": " ".join(model_kwargs)}
     publish_models(
         report, title, "attention", rows, conditions, speed.KINDS, {"model": model}, extra
+    )
+    return 0
+
+
+def latency(
+    names: Names,
+    /,
+    batch_sizes: tuple[int, ...] = (1, 8),
+    modes: tuple[str, ...] = (),
+    seconds: float = 1.0,
+    conditions: speed.LatencyConditions = LATENCY,
+    report: Report = REPORT,
+) -> int:
+    """How long one call of a model takes until its answer is there: ours and any of timm's, in one run, untrained.
+
+    Args:
+        names: models that timm knows, with arguments after a plus: softpp_tiny+inverse=solve; ratios are to the
+            first.
+        batch_sizes: pictures in a call.
+        modes: eager, compiled (torch.compile) and graph (softfree.capture, on a GPU); otherwise all that the
+            device has.
+        seconds: time for each figure.
+    """
+    where = report.check()
+    check_names([given.partition("+")[0] for given in names])
+    models = {}
+    for given in names:
+        name, *words = given.split("+")
+        models[given] = name, parse_model_kwargs(words, "NAME", "softpp_tiny+inverse=solve")
+    possible = speed.MODES if where.type == "cuda" else speed.MODES[:2]
+    check_choices("--modes", modes or possible, speed.MODES)
+    if "graph" in modes and where.type != "cuda":
+        raise ValueError(f"--modes graph needs a CUDA device, got --device {where}")
+    if not batch_sizes:
+        raise ValueError("--batch-sizes needs a number, e.g. 1")
+    amp = DEFAULT_AMP[where.type] if conditions.amp_dtype == "auto" else conditions.amp_dtype
+    for batch_size in batch_sizes:
+        check_run(batch_size, amp, False, where)
+    if conditions.half and amp == "none":
+        raise ValueError("--half needs --amp-dtype bfloat16 or float16, got none")
+    check_img_size(conditions.img_size)
+    check_positive("--seconds", seconds)
+    conditions = dataclasses.replace(conditions, amp_dtype=amp)
+    with progress() as say:
+        rows = speed.measure_latency(
+            models, batch_sizes, modes or possible, conditions, where, seconds=seconds, report=say
+        )
+    said = [f"{conditions.img_size}²", amp if conditions.half else precision(amp)]
+    said += ["channels last"] if conditions.channels_last else []
+    said += ["batch norms folded"] if conditions.fuse_bn else []
+    shown = modes or possible
+    report.publish(
+        f"Latency: {', '.join(said)}",
+        rows,
+        {
+            "model": lambda row: row.model,
+            "params\nM": lambda row: f"{row.parameters / 1e6:.1f}",
+            **{
+                f"{mode}\n{unit}": field(f"{mode}_{figure}")
+                for mode in shown
+                for unit, figure in (("ms", "ms"), ("ratio", "ratio_to_first"))
+            },
+        },
+        "ms: median of a call until its answer is there.\n"
+        f"ratio: how many times faster than {rows[0].model}.",
+        lambda title: draw_bars(
+            [f"{row.model}, {row.batch_size}" for row in rows],
+            {
+                "milliseconds": {
+                    mode: [getattr(row, f"{mode}_ms") for row in rows] for mode in shown
+                }
+            },
+            title,
+        ),
+        section=lambda row: f"batch {row.batch_size}",
+        extra=dataclasses.asdict(conditions),
     )
     return 0
 
