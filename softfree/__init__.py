@@ -1,8 +1,8 @@
 """softfree: softmax-free attention (SOFT, SOFT++) for PyTorch, and the backbones built on it.
 
 y = softfree.soft_attention(q, None, v, landmarks)         # the operator
-model = timm.create_model("softpp_tiny")                   # the backbones, registered by this import
-model = softfree.detection.mask_rcnn("softpp_tiny", ...)   # dense prediction: also softfree.segmentation
+model = timm.create_model("softfree_tiny")                   # the backbones, registered by this import
+model = softfree.detection.mask_rcnn("softfree_tiny", ...)   # dense prediction: also softfree.segmentation
 """
 
 import importlib

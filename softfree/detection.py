@@ -1,4 +1,4 @@
-"""Detectors on any timm backbone with four maps: ``softfree.detection.mask_rcnn("softpp_tiny", ...)``."""
+"""Detectors on any timm backbone with four maps: ``softfree.detection.mask_rcnn("softfree_tiny", ...)``."""
 
 from softfree.models.detection import mask_rcnn, place_masks, retinanet
 

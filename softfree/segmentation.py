@@ -1,4 +1,4 @@
-"""UPerNet on any timm backbone with four maps: ``softfree.segmentation.upernet("softpp_tiny", ...)``."""
+"""UPerNet on any timm backbone with four maps: ``softfree.segmentation.upernet("softfree_tiny", ...)``."""
 
 from softfree.models.segmentation import UPerNet, resize_logits, segment, upernet
 

@@ -14,7 +14,7 @@ from torch import nn
 from softfree.analysis.pictures import View, view
 from softfree.models.checks import check_model_name
 
-DEFAULT_MODEL = "softpp_tiny"
+DEFAULT_MODEL = "softfree_tiny"
 # For checkpoints that leave it to their model.
 PREPARATION = {"img_size": 224, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 
@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 def load_subject(
     checkpoint: Path | None, model: str | None, device: torch.device | str = "cpu", **kwargs: Any
 ) -> Subject:
-    """The model of a checkpoint, or a fresh one of that name (None: softpp_tiny) with random weights.
+    """The model of a checkpoint, or a fresh one of that name (None: softfree_tiny) with random weights.
 
     ``kwargs`` go to a fresh model.
     """

@@ -1,6 +1,6 @@
 """Compare attentions on a task of the Long Range Arena, or on twins: accuracy, size, speed, memory.
 
-`softfree compare --task listops --attentions softpp softmax --output OUT` trains each attention that is not
+`softfree compare --task listops --attentions softfree softmax --output OUT` trains each attention that is not
 trained yet in OUT/TASK/ATTENTION, tests it, and measures it at the task's full length. Started again, it
 goes on where it was stopped (exit code 75), and only measures what is trained.
 """
@@ -81,7 +81,7 @@ FIGURES = ("samples_per_s", "ratio_to_softmax", "peak_mib")
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree compare`` with these arguments; return the exit code."""
     if any(argument.split("=")[0] == "--attention" for argument in argv):
-        raise ValueError("--attention: compare takes several, --attentions softpp softmax")
+        raise ValueError("--attention: compare takes several, --attentions softfree softmax")
     settings = train.resolve(
         argv,
         LongRange,

@@ -28,7 +28,7 @@ LONG = 1.0
 def demo(
     photo: Photo = None,
     /,
-    model: str = "softpp_tiny",
+    model: str = "softfree_tiny",
     device: str = "auto",
     max_tokens: int = SIDES[-1] ** 2,
 ) -> int:

@@ -77,7 +77,7 @@ def heatmap(
         checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare. Without it,
             --model and --attention the newest run under output/.
         model: name of a fresh model with random weights, see `softfree models`; may be repeated.
-        attention: attention of a fresh model, such as softpp or softmax; may be repeated to compare.
+        attention: attention of a fresh model, such as softfree or softmax; may be repeated to compare.
         query: the patch, as a point in pixels of the photo; its centre if not given.
         stage: only this stage, from 1; side by side 1 if not given.
         heads: how many heads to draw.

@@ -21,11 +21,10 @@ from softfree.training.classification import Classification, Normalize, eval_tra
 from softfree.training.devices import choose_device
 from softfree.training.logs import EVAL_CSV, TRAIN_CSV
 
-# Twice the size of the digits, and landmarks of small windows that start among the tokens: maps of attention
-# with something to see.
+# Twice the size of the digits, and landmarks of small windows: maps of attention with something to see.
 FLAGS = (
-    "--img-size", "64", "--model", "softpp_tiny", "--model-kwargs", "embed_dims=32,64,96,128",
-    "num_heads=1,2,3,4", "depths=1,1,1,1", "strides=4,2,1,1", "landmark_gain=0.25",
+    "--img-size", "64", "--model", "softfree_tiny", "--model-kwargs", "embed_dims=32,64,96,128",
+    "num_heads=1,2,3,4", "depths=1,1,1,1", "strides=4,2,1,1",
     "--smoothing", "0", "--warmup-epochs", "0.5",
 )  # fmt: skip
 EPOCHS = 10

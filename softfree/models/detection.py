@@ -219,7 +219,7 @@ def retinanet(
     """RetinaNet with maps P3 to P7: the FPN of the maps at 1/8, 1/16 and 1/32, and two convolutions more.
 
     Args:
-        backbone: a timm model with four maps, such as ``"softpp_tiny"``.
+        backbone: a timm model with four maps, such as ``"softfree_tiny"``.
         num_classes: categories and one for the background.
         min_size, max_size: an image is resized to this short side (in training: one of those given) if
             its long side stays within ``max_size``.
@@ -235,7 +235,7 @@ def retinanet(
 
     Example:
         >>> import softfree, torch
-        >>> model = softfree.detection.retinanet("softpp_tiny", num_classes=91, min_size=64).eval()
+        >>> model = softfree.detection.retinanet("softfree_tiny", num_classes=91, min_size=64).eval()
         >>> [detections] = model([torch.rand(3, 96, 128)])
         >>> sorted(detections)
         ['boxes', 'labels', 'scores']
@@ -292,7 +292,7 @@ def mask_rcnn(
 
     Example:
         >>> import softfree, torch
-        >>> model = softfree.detection.mask_rcnn("softpp_tiny", num_classes=91, min_size=64).eval()
+        >>> model = softfree.detection.mask_rcnn("softfree_tiny", num_classes=91, min_size=64).eval()
         >>> [detections] = model([torch.rand(3, 96, 128)])
         >>> sorted(detections)
         ['boxes', 'labels', 'masks', 'scores']

@@ -20,7 +20,7 @@ def fold_batch_norms(network: Network) -> Network:
 
     Example:
         >>> import softfree, timm
-        >>> model = softfree.fold_batch_norms(timm.create_model("softpp_tiny").eval())
+        >>> model = softfree.fold_batch_norms(timm.create_model("softfree_tiny").eval())
         >>> any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
         False
     """

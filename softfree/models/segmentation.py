@@ -70,14 +70,14 @@ def upernet(
     """UPerNet on a timm backbone with maps at 1/4, 1/8, 1/16 and 1/32.
 
     Args:
-        backbone: such as ``"softpp_small"``.
+        backbone: such as ``"softfree_small"``.
         num_classes: classes, the background one of them if it is one.
         width: channels of the decoder; the auxiliary head has half as many.
         backbone_checkpoint, frozen_bn, backbone_kwargs: see :func:`softfree.detection.retinanet`.
 
     Example:
         >>> import softfree, torch
-        >>> model = softfree.segmentation.upernet("softpp_tiny", num_classes=19, width=64).eval()
+        >>> model = softfree.segmentation.upernet("softfree_tiny", num_classes=19, width=64).eval()
         >>> model(torch.randn(1, 3, 100, 130)).shape
         torch.Size([1, 19, 25, 33])
         >>> softfree.segmentation.segment(model, torch.randn(1, 3, 100, 130)).shape

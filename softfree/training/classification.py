@@ -88,7 +88,7 @@ class DataSettings:
 class ModelSettings:
     """The network and where its weights come from."""
 
-    model: str = "softpp_tiny"
+    model: str = "softfree_tiny"
     """any model that timm knows; `softfree models` lists ours"""
     img_size: int = 224
     """side of the pictures"""

@@ -21,7 +21,7 @@ from softfree.training.settings import Given, OptimSettings, fit_length
 class BackboneSettings:
     """The backbone and where its weights come from."""
 
-    model: str = "softpp_tiny"
+    model: str = "softfree_tiny"
     """any model of timm's with maps at 1/4, 1/8, 1/16 and 1/32: softfree_*, softpp_*, swin_*, pvt_v2_*, resnet*"""
     model_kwargs: tuple[str, ...] = ()
     """further arguments of the backbone: embed_dims=32,64,96,128 img_size=512 drop_path_rate=0.1"""

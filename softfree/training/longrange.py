@@ -60,7 +60,7 @@ class LongRangeDataSettings:
 class SequenceModelSettings:
     """The encoder."""
 
-    attention: str = "softpp"
+    attention: str = "softfree"
     """softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer, agent or flatten"""
     attention_options: Annotated[tuple[str, ...], tyro.conf.arg(name="model-kwargs")] = ()
     """further arguments of the attention: stride=32 (tokens of a SOFT landmark), kernel=softmax (Performer)"""

@@ -12,7 +12,7 @@ from softfree.commands import models
 
 def test_every_registered_model_is_found_and_no_other():
     names = models.matching_names("*")
-    assert len(names) == len(set(names)) == 20
+    assert len(names) == len(set(names)) == 25
     assert set(names) == set(timm.list_models("soft*"))
 
 

@@ -42,7 +42,7 @@ def test_quickstart_reads_97_percent_of_the_digits_and_draws_them(tmp_path, caps
 
 def test_heat_maps_are_rows_of_the_attention_of_the_patch_on_the_digit():
     model = timm.create_model(
-        "softpp_tiny", img_size=64, embed_dims=(32, 64, 96, 128), num_heads=(1, 2, 3, 4),
+        "softfree_tiny", img_size=64, embed_dims=(32, 64, 96, 128), num_heads=(1, 2, 3, 4),
         depths=(1, 1, 1, 1), strides=(4, 2, 1, 1),
     ).eval()  # fmt: skip
     picture, _ = load_images(None).val.read(0)

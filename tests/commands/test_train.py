@@ -114,7 +114,7 @@ def test_pictures_without_val_are_split_and_scored_on_the_same_ones_later(tmp_pa
     fine = "--pretrained-checkpoint", output / "best", "--epochs", "1", "--workers", "0", "--aa="
     assert run("--data-dir", photos, "--output", tmp_path / "fine", *fine, "--device", "cpu") == 0
     said = caplog.text
-    assert f"`model` softpp_tiny, `img_size` 32: as the weights of {output}/best have it" in said
+    assert f"`model` softfree_tiny, `img_size` 32: as the weights of {output}/best have it" in said
     assert "tensors loaded" in said and "replaced" not in said
 
 

@@ -48,7 +48,7 @@ def test_the_checkpoint_is_named_as_it_is(trained, tmp_path, capsys):
     path = tmp_path / "a folder [with brackets]" / ("x" * 80)
     shutil.copytree(trained / "best", path)
     assert run("--checkpoint", path) == 0
-    assert f"softpp_tiny, {path}\n" in capsys.readouterr().out
+    assert f"softfree_tiny, {path}\n" in capsys.readouterr().out
 
 
 def test_arguments_of_the_model_may_differ_from_the_training(trained, tmp_path):

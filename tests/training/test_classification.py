@@ -229,28 +229,30 @@ def test_mixup_refuses_odd_batches():
 def test_fine_tuning_takes_the_body_and_a_new_head(trained):
     kwargs = dict(embed_dims=(16,) * 4, num_heads=(1,) * 4, depths=(1,) * 4, mlp_ratio=1.0)
     source, _ = Classification.load(trained / "best")
-    same = create_network("softpp_tiny", 10, 32, kwargs)
-    loaded = load_pretrained(same, trained / "best", "softpp_tiny", list(map(str, range(10))))
+    same = create_network("softfree_tiny", 10, 32, kwargs)
+    loaded = load_pretrained(same, trained / "best", "softfree_tiny", list(map(str, range(10))))
     assert str(loaded) == f"{len(same.state_dict())} tensors loaded"
     assert torch.equal(same.head.weight, source.head.weight)
-    other = create_network("softpp_tiny", 3, 64, kwargs)  # another size, too
+    other = create_network("softfree_tiny", 3, 64, kwargs)  # another size, too
     head = other.head.weight.clone()
-    loaded = load_pretrained(other, trained / "best", "softpp_tiny")
+    loaded = load_pretrained(other, trained / "best", "softfree_tiny")
     assert loaded.replaced == ("head.weight", "head.bias") and not loaded.new
     assert loaded.resized == tuple(f"stages.{n}.pos_embed.weight" for n in range(4))
     assert "4 resized (stages.0.pos_embed.weight" in str(loaded)
     assert len(loaded.taken) == len(other.state_dict()) - 6
     assert torch.equal(other.head.weight, head)
     assert torch.equal(other.stem[0].conv.weight, source.stem[0].conv.weight)
-    with pytest.raises(ValueError, match="another architecture than softpp_tiny"):
-        load_pretrained(create_network("softpp_tiny", 3, 32, {}), trained / "best", "softpp_tiny")
+    with pytest.raises(ValueError, match="another architecture than softfree_tiny"):
+        load_pretrained(
+            create_network("softfree_tiny", 3, 32, {}), trained / "best", "softfree_tiny"
+        )
 
 
 def test_as_many_classes_of_other_names_get_a_new_head(trained):
     kwargs = dict(embed_dims=(16,) * 4, num_heads=(1,) * 4, depths=(1,) * 4, mlp_ratio=1.0)
-    model = create_network("softpp_tiny", 10, 32, kwargs)
+    model = create_network("softfree_tiny", 10, 32, kwargs)
     head = model.head.weight.clone()
-    loaded = load_pretrained(model, trained / "best", "softpp_tiny", list("abcdefghij"))
+    loaded = load_pretrained(model, trained / "best", "softfree_tiny", list("abcdefghij"))
     assert loaded.replaced == ("head.weight", "head.bias") and torch.equal(model.head.weight, head)
 
 
@@ -303,7 +305,7 @@ def test_weights_that_timm_fetches_are_no_part_of_a_checkpoint(tmp_path, monkeyp
 
 
 def test_weights_that_cannot_be_fetched_are_said_so_in_a_line(monkeypatch):
-    with pytest.raises(ValueError, match="`pretrained`: timm has no weights of softpp_tiny"):
+    with pytest.raises(ValueError, match="`pretrained`: timm has no weights of softfree_tiny"):
         Classification(settings(model={"pretrained": True}))
     task = Classification(
         settings(model={"model": "resnet10t", "model_kwargs": (), "pretrained": True})
@@ -345,6 +347,8 @@ def test_frozen_parameters_stay_and_the_others_move(tmp_path):
     Classification.run(still)
     start, _ = Classification.load(tmp_path / "0" / "last")
     for (name, before), after in zip(start.named_parameters(), moved.parameters(), strict=True):
+        if name == "stages.3.blocks.0.attn.log_bandwidth":
+            continue  # of one token, which has no distance to others
         frozen = name.startswith(("stem.", "stages.0."))
         assert torch.equal(before, after) == frozen, name
 
@@ -380,7 +384,7 @@ def test_norms_and_positions_have_no_weight_decay():
 def test_unknown_models_get_advice():
     with pytest.raises(ValueError, match="no model 'softpp_tinny'; did you mean 'softpp_tiny'"):
         Classification(settings(model={"model": "softpp_tinny"}))
-    with pytest.raises(ValueError, match="`model_kwargs`: softpp_tiny takes no argument 'wings'"):
+    with pytest.raises(ValueError, match="`model_kwargs`: softfree_tiny takes no argument 'wings'"):
         Classification(settings(model={"model_kwargs": ("wings=2",)}))
     with pytest.raises(ValueError, match="`model_kwargs`: embed_dims must have 4 values"):
         Classification(settings(model={"model_kwargs": ("embed_dims=32,64",)}))

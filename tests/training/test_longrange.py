@@ -166,11 +166,11 @@ def test_pairs_train(tmp_path):
     assert LongRange.run(parse(options)).position.step == 2
 
 
-@pytest.mark.parametrize("attention", ["softpp", "softmax"])
+@pytest.mark.parametrize("attention", ["softfree", "softpp", "softmax"])
 def test_twins_trains_with_a_label_per_token_and_is_tested(tmp_path, attention):
     options = ["--task", "twins", "--attention", attention, "--output", str(tmp_path), *QUICK]
     settings = parse([*options, "--steps", "2", "--batch-size", "4"])
-    assert settings.model.attention_options == (("stride=1",) if attention == "softpp" else ())
+    assert settings.model.attention_options == (() if attention == "softmax" else ("stride=1",))
     assert LongRange.run(settings).position.step == 2
     result = json.loads((tmp_path / "test.json").read_text())
     assert result["samples"] == 1024 and 40 < result["accuracy"] < 60
@@ -203,7 +203,7 @@ def test_tokens_without_a_label_count_neither_in_the_loss_nor_as_hits():
         (["--pooling", "none"], "--pooling must be mean or cls, with --task listops; got none"),
         (["--task", "twins", "--pooling", "cls"], "--pooling must be none, a class for each token, with --task twins"),
         (["--task", "twins", "--attention", "linear"], "--attention must be one of softfree, soft, softpp"),
-        (["--model-kwargs", "strides=3"], "--model-kwargs: attention 'softpp' has no option 'strides'; there are"),
+        (["--model-kwargs", "strides=3"], "--model-kwargs: attention 'softfree' has no option 'strides'; there are"),
         (["--model-kwargs", "stride"], "--model-kwargs must look like stride=32, got 'stride'"),
         (["--model-kwargs", "stride=abc"], "--model-kwargs: stride must be a whole number, got 'abc'"),
         (["--model-kwargs", "stride=0"], "--model-kwargs: stride must be >= 1, got 0"),

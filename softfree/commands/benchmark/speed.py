@@ -355,7 +355,7 @@ def check_run(batch_size: int, amp_dtype: str, cuda_graph: bool, device: torch.d
 def check_names(names: Sequence[str]) -> None:
     """Refuse an empty list, and names that timm does not know."""
     if not names:
-        raise ValueError("benchmark model needs a name, e.g. softpp_tiny pvt_v2_b1")
+        raise ValueError("benchmark model needs a name, e.g. softfree_tiny pvt_v2_b1")
     for name in names:
         check_model_name(name, "NAME")
 
