@@ -276,17 +276,18 @@ def _reason(source: object, formats: Sequence[str], error: Exception) -> str:
 def to_rgb(picture: Image.Image) -> Image.Image:
     """An opened picture of any mode as RGB, upright; see :func:`open_image`."""
     picture.load()
-    upright = ImageOps.exif_transpose(picture)
-    if upright.mode == "F":
+    # In place where it can be: each copy of a large picture takes hundreds of megabytes.
+    ImageOps.exif_transpose(picture, in_place=True)
+    if picture.mode == "F":
         raise UnreadableImageError("floating-point pixels have no fixed range; save 8 or 16 bits")
-    if upright.mode.startswith("I"):
-        grey = np.asarray(upright).clip(0, 65535) // 257
+    if picture.mode.startswith("I"):
+        grey = np.asarray(picture).clip(0, 65535) // 257
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-    if upright.has_transparency_data:
-        layered = upright.convert("RGBA")
-        white = Image.new("RGBA", layered.size, "white")
-        return Image.alpha_composite(white, layered).convert("RGB")
-    return upright.convert("RGB")
+    if picture.has_transparency_data:
+        white = Image.new("RGBA", picture.size, "white")
+        white.alpha_composite(picture if picture.mode == "RGBA" else picture.convert("RGBA"))
+        return white.convert("RGB")
+    return picture.convert("RGB")
 
 
 def part_readable(

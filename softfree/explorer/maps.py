@@ -1,5 +1,7 @@
 """What the page asks for: photos, captured attention and heat maps, all of it in memory and bounded."""
 
+import contextlib
+import ctypes
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
@@ -74,7 +76,10 @@ class Explorer:
         Raises :class:`softfree.data.images.UnreadableImageError` with the reason.
         """
         with self._decoding:  # a large photo takes hundreds of megabytes for a moment
-            square = _square(open_image(BytesIO(content)))
+            try:
+                square = _square(open_image(BytesIO(content)))
+            finally:
+                give_memory_back()
             name = hashlib.sha256(content).hexdigest()[:16]
             self._uploads.pop(name, None)
             self._uploads[name] = square
@@ -180,6 +185,12 @@ def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
         "variants": VARIANTS if soft else [layer.kind],
         **soft,
     }
+
+
+def give_memory_back() -> None:
+    """Let the system have what was freed: the C library keeps it, for each thread that once asked for it."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc's alone
 
 
 def _square(photo: Image.Image) -> Image.Image:

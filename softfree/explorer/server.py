@@ -1,12 +1,14 @@
 """The explorer over HTTP: one page, and the data behind it. Nothing is written to disk.
 
 It is made to run on the user's own machine beside a browser that also visits other sites. These can't read
-from it (no CORS), can't upload (the Origin must be ours) and can't pose as it under a name of theirs that
-points here (the Host must be an address, localhost or the name that was asked for).
+from it (no CORS), can't upload (the Origin must be ours), can't make it compute (browsers say when a request comes
+from another site) and can't pose as it under a name of theirs that points here (the Host must be an address,
+localhost or the name that was asked for).
 """
 
 import ipaddress
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,13 +19,18 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from PIL import Image
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from softfree.analysis.subject import Subject
 from softfree.data.images import MAX_PIXELS, UnreadableImageError
 from softfree.explorer.maps import MOST_STEPS, SIZES, Explorer, Place, pack
 
+logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 MAX_BYTES = 25 * 2**20
+MOST_UPLOADS = 8  # at a time; their pictures are decoded one after the other
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -43,23 +50,11 @@ def create_app(
 ) -> FastAPI:
     """The application, reached by the name or address ``host``; ``samples`` are one photo or more, by name."""
     explorer = Explorer(subjects, samples)
+    uploads = 0
     # FastAPI's own documentation pages would load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.middleware("http")
-    async def guard(
-        request: Request, call_next: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
-        address = request.headers.get("host", "")
-        origin = request.headers.get("origin")
-        if not is_trusted(address, host):
-            response: Response = error(403, f"this explorer does not answer to the name {address}")
-        elif origin is not None and urlsplit(origin).netloc != address:
-            response = error(403, f"requests from {origin} are refused")
-        else:
-            response = await call_next(request)
-        response.headers.update(HEADERS)
-        return response
+    app.add_middleware(Guard, name=host)
 
     @app.exception_handler(ValueError)
     def refuse(_: Request, problem: ValueError) -> Response:
@@ -95,17 +90,23 @@ def create_app(
 
     @app.post("/api/photos")
     async def upload(request: Request) -> dict[str, str]:
-        content = bytearray()
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > MAX_BYTES:
-                raise HTTPException(
-                    413, f"the file is larger than the limit of {MAX_BYTES // 2**20} MB"
-                )
+        nonlocal uploads
+        if uploads == MOST_UPLOADS:
+            raise HTTPException(503, "other photos are being read; try again in a moment")
+        uploads += 1
         try:
+            content = bytearray()
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > MAX_BYTES:
+                    raise HTTPException(
+                        413, f"the file is larger than the limit of {MAX_BYTES // 2**20} MB"
+                    )
             return {"id": await run_in_threadpool(explorer.add_photo, bytes(content))}
         except UnreadableImageError as problem:
             raise HTTPException(415, f"that file can't be read as a photo: {problem}") from problem
+        finally:
+            uploads -= 1
 
     @app.get("/api/photos/{photo}")
     def show(photo: str, model: int | None = None) -> Response:
@@ -134,6 +135,54 @@ def create_app(
 
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     return app
+
+
+class Guard:
+    """Refuses what other sites send, and gives every answer the headers that keep it to this page."""
+
+    def __init__(self, app: ASGIApp, name: str):
+        self.app, self.name = app, name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = False
+
+        async def send_guarded(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        refusal = self.refusal(scope["path"], Headers(scope=scope))
+        try:
+            await (refusal or self.app)(scope, receive, send_guarded)
+        except ClientDisconnect:
+            pass  # nobody is left to be told
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if not begun:
+                await error(500, "this failed; see where the explorer was started")(
+                    scope, receive, send_guarded
+                )
+
+    def refusal(self, path: str, headers: Headers) -> Response | None:
+        address, origin = headers.get("host", ""), headers.get("origin")
+        if not is_trusted(address, self.name):
+            return error(403, f"this explorer does not answer to the name {address}")
+        if origin is not None:
+            try:
+                own = urlsplit(origin).netloc == address
+            except ValueError:
+                return error(400, f"the Origin {origin} is no address")
+            return None if own else error(403, f"requests from {origin} are refused")
+        # A browser sends no Origin for a picture or a script, but says whose page wants it. A link may lead here.
+        follows = headers.get("sec-fetch-mode") == "navigate" and not path.startswith("/api/")
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not follows:
+            return error(403, "requests from other sites are refused")
+        return None
 
 
 def is_trusted(host_header: str, name: str) -> bool:

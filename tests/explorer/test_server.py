@@ -1,7 +1,12 @@
 """The explorer over HTTP: what it answers, and what it refuses."""
 
+import asyncio
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
@@ -194,3 +199,104 @@ def test_uploads_from_other_sites_are_refused(client, origin):
 def test_uploads_from_the_page_are_taken(client):
     headers = {"Origin": "http://127.0.0.1:8642"}
     assert client.post("/api/photos", content=encoded(photo(0)), headers=headers).is_success
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://[::1", "http://a]b"])
+def test_an_origin_that_is_no_address_is_a_bad_request_with_the_headers(client, origin):
+    answer = client.get("/api/setup", headers={"origin": origin})
+    assert answer.status_code == 400
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_what_another_site_asks_for_is_not_computed(client, monkeypatch, site):
+    def compute(*_):
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(Explorer, "heat_maps", compute)
+    headers = {"sec-fetch-site": site, "sec-fetch-mode": "no-cors"}
+    answer = client.get("/api/maps", params=LAYER | {"x": 0.5, "y": 0.5}, headers=headers)
+    assert answer.status_code == 403
+    assert client.get("/explorer.js", headers=headers).status_code == 403
+    headers["sec-fetch-mode"] = "navigate"
+    assert client.get("/api/setup", headers=headers).status_code == 403
+    assert client.get("/", headers=headers).status_code == 200  # a link to the page
+    for own in ("same-origin", "none"):
+        assert client.get("/api/setup", headers={"sec-fetch-site": own}).status_code == 200
+
+
+def call(client, scope, messages):
+    """The application without a server: what it sends to a client that says these messages."""
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1:8642")]
+    scope = {
+        "type": "http",
+        "headers": headers,
+        "query_string": b"",
+        "http_version": "1.1",
+        **scope,
+    }
+    asyncio.run(client.app(scope, receive, send))
+    return sent
+
+
+def test_a_client_that_leaves_while_it_uploads_causes_no_word(client, capfd, caplog):
+    scope = {"method": "POST", "path": "/api/photos", "raw_path": b"/api/photos"}
+    begun = {"type": "http.request", "body": b"half", "more_body": True}
+    assert call(client, scope, [begun, {"type": "http.disconnect"}]) == []
+    assert capfd.readouterr() == ("", "") and not caplog.text
+    # Its place is free again.
+    for _ in range(server.MOST_UPLOADS + 1):
+        call(client, scope, [dict(begun), {"type": "http.disconnect"}])
+    assert client.post("/api/photos", content=encoded(photo(2), "PNG")).status_code == 200
+
+
+def test_a_failure_is_logged_and_answered_with_the_headers(client, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Explorer, "describe", fail)
+    answer = client.get("/api/capture", params={"model": 0, "photo": "sample-1", "size": 64})
+    assert answer.status_code == 500 and "this failed" in answer.text
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "a bug" in caplog.text
+
+
+@pytest.mark.slow
+def test_large_pictures_at_once_are_decoded_one_after_the_other_and_their_memory_is_given_back(
+    client,
+):
+    content = BytesIO()
+    Image.new("RGBA", (6000, 8000)).save(content, "PNG")
+
+    def resident():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    before, most, done = resident(), 0.0, threading.Event()
+
+    def watch():
+        nonlocal most
+        while not done.wait(0.01):
+            most = max(most, resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with ThreadPoolExecutor(6) as pool:
+        bodies = [content.getvalue() + bytes(n) for n in range(6)]
+        codes = list(
+            pool.map(lambda body: client.post("/api/photos", content=body).status_code, bodies)
+        )
+    done.set()
+    watcher.join()
+    assert codes == [200] * 6
+    # One takes 183 MiB for its pixels and as much for the ground below them, and 137 as RGB.
+    assert most < before + 1000
+    assert resident() < before + 200
