@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"softfree {_version()}")
         return 0
     if name not in COMMANDS:
-        return _fail(_unknown(name))
+        return fail(_unknown(name))
     if renamed := _renamed(arguments):
-        return _fail(renamed)
+        return fail(renamed)
     if text := kept_text(arguments):
         print(text, end="")
         return 0
@@ -111,12 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         if os.environ.get("SOFTFREE_TRACEBACK"):
             raise
-        return _fail(str(error))
+        return fail(str(error))
     except OSError as error:
         # Above all a disk that is full or may not be written to.
         if os.environ.get("SOFTFREE_TRACEBACK"):
             raise
-        return _fail(_of_system(error), FAILED)
+        return fail(_of_system(error), FAILED)
 
 
 def _of_system(error: OSError) -> str:
@@ -275,7 +275,8 @@ def _renamed(arguments: Sequence[str]) -> str:
     return ""
 
 
-def _fail(message: str, code: int = USAGE_ERROR) -> int:
+def fail(message: str, code: int = USAGE_ERROR) -> int:
+    """Print an error for people, and return its exit code."""
     text = f"softfree: error: {with_flags(message)}"
     if sys.stderr.isatty():
         # In a file an error stays one line.

@@ -5,7 +5,6 @@ pixels. With --format timm a folder is written that `timm.create_model("local-di
 after `import softfree`, and that timm's and Hugging Face's tools push to the Hub.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +24,7 @@ from softfree.models.export import (
     export_pt2,
 )
 from softfree.models.hub import save_for_timm
+from softfree_cli import FAILED, fail
 
 
 def export(
@@ -82,14 +82,13 @@ def export(
             else:
                 error = export_pt2(subject.model, output, img_size=side, metadata=metadata)
         except ExportError as problem:
-            print(f"softfree: {problem}", file=sys.stderr)
-            return 1
+            return fail(str(problem), FAILED)
     checked = ", ".join(f"{b} x {h} x {w}" for b, h, w in check_shapes(side))
     console.print(
         f"{output}: {output.stat().st_size / 2**20:.1f} MiB, image to {', '.join(names)}\n"
         f"differs from PyTorch by at most {error:.1e} (allowed: {TOLERANCE:.0e}), checked with "
         f"batch x height x width {checked}",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
         markup=False,
     )
     if side < SMALLEST_FREE:
@@ -111,8 +110,7 @@ def export_timm(subject: Subject, folder: Path) -> int:
         )
     error = save_for_timm(subject.model, folder, metadata, scores_of(metadata))
     if error > TOLERANCE:
-        print(f"softfree: timm's model from {folder} is off by {error:.1e}", file=sys.stderr)
-        return 1
+        return fail(f"timm's model from {folder} is off by {error:.1e}", FAILED)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
     print(
         f"{folder}: {size:.1f} MiB: model.safetensors, config.json, README.md\n"

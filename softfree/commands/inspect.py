@@ -149,7 +149,7 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
     console.print(table)
     warned = [(row["layer"], text) for row in rows for text in row.get("warnings", [])]
     for layer, text in warned:
-        console.print(f"[yellow]warning[/] {layer}: {text}", soft_wrap=True)
+        console.print(f"[yellow]warning[/] {layer}: {text}", soft_wrap=not console.is_terminal)
     if any(row.get("total_weight", 1) < NEXT_TO_NOTHING for row in rows):
         console.print(
             "Training with landmark_gain=0.25 or landmarks=average starts landmarks among the tokens."

@@ -55,7 +55,8 @@ def resolve(
         options: list[Option] = [
             (
                 f"--recipe {{{','.join(recipes)}}}",
-                f"what the defaults below are those of, fitted to the data and the length (here: {recipe})",
+                "what the defaults below are those of, fitted to the data and the length "
+                f"(here: {'--config' if chosen.config else recipe})",
             ),
             ("--config FILE", "settings.json of an earlier run, instead of a recipe"),
         ]

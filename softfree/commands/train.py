@@ -9,7 +9,6 @@ Ctrl-C): the run is saved and goes on with --resume auto.
 import errno
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from softfree.training.checkpoint import CheckpointWriteError
 from softfree.training.engine import Outcome
 from softfree.training.guard import NonFiniteError
 from softfree.training.tasks import TASKS as SUBCOMMANDS
-from softfree_cli import with_flags
+from softfree_cli import FAILED, fail
 
 SUMMARIES = {
     "classification": "Train an image classifier.",
@@ -34,7 +33,6 @@ SUMMARIES = {
     "segmentation": "Train UPerNet: a class for every pixel.",
 }
 PHOTO = "photo.jpg"
-FAILED = 1
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
@@ -62,11 +60,11 @@ def main(argv: Sequence[str], advice: bool = True) -> int:
     try:
         code = report(task.run(settings), settings.run.output)
     except (CheckpointWriteError, NonFiniteError) as error:
-        return _fail(str(error))
+        return fail(str(error), FAILED)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return _fail("no space left on the disk of --output; make room, then --resume auto")
+        return fail("no space left on the disk of --output; make room, then --resume auto", FAILED)
 
     if advice and not code and os.environ.get("RANK", "0") == "0":
         print(next_steps(task.name, settings.run.output / "best"))
@@ -106,8 +104,3 @@ def report(outcome: Outcome, output: Path) -> int:
             f"done: best {position.best:.4g} at step {position.best_step:,}, in {output}/best"
         )
     return 0
-
-
-def _fail(message: str) -> int:
-    print(f"softfree: error: {with_flags(message)}", file=sys.stderr)
-    return FAILED

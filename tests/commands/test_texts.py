@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 
 import pytest
 
@@ -103,3 +104,12 @@ def test_help_fits_a_narrower_terminal_too(capsys, monkeypatch):
 def test_an_argument_that_need_not_be_given_may_be(capsys):
     assert softfree_cli.main(["models", "soft_tiny", "--img-size", "0"]) == 2
     assert "img-size" in capsys.readouterr().err
+
+
+def test_warnings_of_inspect_break_between_words_in_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal, to rich
+    arguments = ["inspect", "--model", "softpp_vit_small", "--img-size", "64", "--device", "cpu"]
+    assert softfree_cli.main(arguments) == 0
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "warning" in plain and max(map(len, plain.splitlines())) <= 80

@@ -70,10 +70,12 @@ class Validation(ABC):
                     print(f"skipped {file.path}: {file.reason}")
                 console = Console(highlight=False)
                 if scores.table is not None:
-                    console.print(scores.title, style="bold", markup=False, soft_wrap=True)
+                    console.print(
+                        scores.title, style="bold", markup=False, soft_wrap=not console.is_terminal
+                    )
                     console.print(scores.table)
                 if scores.line:
-                    console.print(scores.line, markup=False, soft_wrap=True)
+                    console.print(scores.line, markup=False, soft_wrap=not console.is_terminal)
                 save_rows(self.csv, scores.rows, describe_environment(processes.device))
         return 0
 
