@@ -17,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.control import Control
 from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import ControlType
 from rich.table import Table
 
@@ -169,6 +170,18 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield report
     finally:
         report("")
+
+
+@contextlib.contextmanager
+def elapsing() -> Iterator[Callable[[str], None]]:
+    """As :func:`progress`, with the time that has gone by; for what takes long, with no steps in between."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", style="dim"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task("")
+        yield lambda text: shown.update(task, description=text)
 
 
 def heading(console: Console, what: str, measured_in: Mapping[str, object], threads: bool) -> None:

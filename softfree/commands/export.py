@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 
 from softfree.analysis.subject import Subject, load_subject
-from softfree.commands.common import check_img_size, check_output, command, progress
+from softfree.commands.common import check_img_size, check_output, command, elapsing
 from softfree.models.export import (
     SMALLEST_FREE,
     TOLERANCE,
@@ -65,7 +65,7 @@ def export(
     if features and checkpoint is not None:
         raise ValueError("--features is for --model; a checkpoint is exported as it was trained")
     console = Console(highlight=False)
-    with progress() as report:
+    with elapsing() as report:
         report("loading the model")
         kwargs: dict[str, Any] = {"features_only": True} if features else {}
         subject = load_subject(checkpoint, model, **kwargs)

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 import softfree_cli
+from softfree.commands import common
 from softfree.models import export
 from softfree.training.tasks import load_for_inference
 
@@ -87,3 +88,15 @@ def test_a_checkpoint_becomes_a_folder_of_timm_s_with_its_score_in_the_card(tmp_
     arguments[-1] = str(tmp_path / "taken")
     assert softfree_cli.main(arguments) == 2
     assert "must name a folder" in capsys.readouterr().err
+
+
+def test_a_terminal_sees_what_is_done_and_for_how_long(capsys, monkeypatch):
+    with common.elapsing() as report:
+        report("exporting")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with common.elapsing() as report:
+        report("exporting")
+    shown = capsys.readouterr().err
+    assert "exporting" in shown and "0:00:00" in shown
