@@ -4,7 +4,7 @@
 
 Writes, each with 2026-11-15_nvidia-h200_ before its name: accuracy.png, top-1 against training speed and against the
 size of the test pictures; attention_bfloat16.png, what `softfree benchmark attention --draw` draws, from its figures.
-With 2026-11-16_nvidia-h200_ before it: training.png, top-1 against epochs; precision.png, loss and gradient norm
+With 2026-11-16_nvidia-h200_ before it: overview.png, time against tokens beside a heat map; training.png, top-1 against epochs; precision.png, loss and gradient norm
 against steps in three precisions; longrange.png, accuracy against steps of Long Range Arena.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from matplotlib.axes import Axes
+from PIL import Image
 
 from softfree.analysis import attention_cost
 from softfree.analysis.attention_cost import Cost
@@ -32,6 +33,14 @@ NAMES = {
     "nystromformer": "Nyströmformer",
 }
 COLOURS = {attention: f"C{number}" for number, attention in enumerate(NAMES)}
+SPEED = {"softmax": "#1f77b4", "softpp-solve": "#d62728"}
+HEAT_MAPS = "2026-11-16_amd-epyc_heatmap.png"
+# Pixels in it: the photo and the maps of one model's heads.
+HEAT_MAPS_BOXES = {
+    "photo": (12, 120, 267, 374),
+    "head 1": (313, 120, 568, 374),
+    "head 2": (313, 383, 568, 637),
+}
 # Where a label is, if not above: its distance in points, and which of its sides is there.
 LABELS = {
     "soft": ((9, 0), "left", "center"),
@@ -165,10 +174,9 @@ def draw_sizes(axes: Axes, accuracies: list[Row]) -> None:
     axes.legend(loc="lower left", fontsize=8)
 
 
-def draw_times() -> None:
-    """Time of one attention call against tokens, as the command that measured it draws it."""
-    rows = read("attention_bfloat16")
-    costs = [
+def read_costs(rows: list[Row]) -> list[Cost]:
+    """What `softfree benchmark attention` measured."""
+    return [
         Cost(
             int(row["batch_heads"]), int(row["tokens"]), int(row["dim"]), int(row["landmarks"]),
             row["dtype"], row["attention"], row["backend"], forward_ms=float(row["forward_ms"]),
@@ -176,6 +184,63 @@ def draw_times() -> None:
         )
         for row in rows
     ]  # fmt: skip
+
+
+def draw_overview() -> None:
+    """Softmax beside softfree: time against tokens, and where a patch attends to."""
+    rows = read("attention_solve", SECOND)
+    figure = new_figure(11, 3.9)
+    left, *right = figure.subplots(1, 4, width_ratios=(2.3, 1, 1, 1))
+    costs = read_costs(rows)
+    for attention, label in (
+        ("softmax", "softmax (torch's fused)"),
+        ("softpp-solve", "softfree (SOFT++, solved)"),
+    ):
+        for passes, style, what in (
+            ("forward_backward_ms", "s--", "with its gradient"),
+            ("forward_ms", "o-", "forward"),
+        ):
+            points = attention_cost.time_curves(
+                [cost for cost in costs if cost.attention == attention], passes
+            )
+            ((_, curve),) = points.items()
+            words = f"{label}, {what}"
+            left.plot(*zip(*curve, strict=True), style, color=SPEED[attention], label=words, ms=4)
+            if attention == "softmax" and passes == "forward_ms":
+                slowest = curve[-1]
+    tokens, fast = curve[-1]
+    left.annotate(
+        "", (tokens, fast), (tokens, slowest[1]), arrowprops=dict(arrowstyle="<->", color="grey")
+    )
+    left.annotate(
+        f"{slowest[1] / fast:.0f} times  ",
+        (tokens, sqrt(fast * slowest[1])),
+        ha="right",
+        va="center",
+    )
+    left.plot([196, tokens], [fast * 196 / tokens, fast], ":", color="grey")
+    left.annotate(
+        "twice the tokens, twice the time", (900, fast * 500 / tokens), fontsize=8, rotation=14
+    )
+    left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms for each head")
+    left.set_xticks(ticks := sorted({cost.tokens for cost in costs}), [f"{t:,}" for t in ticks])
+    left.xaxis.minorticks_off()
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8, loc="upper left")
+    left.set_title(f"One attention call, bfloat16, {measured(rows)}", fontsize=9)
+    maps = Image.open(RESULTS / HEAT_MAPS)
+    for axes, (words, box) in zip(right, HEAT_MAPS_BOXES.items(), strict=True):
+        axes.imshow(maps.crop(box))
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(words, fontsize=9)
+    right[1].set_xlabel("where the marked patch attends to, in a layer of SOFT++", fontsize=9)
+    save_figure(figure, RESULTS / f"{SECOND}_overview.png", "figure")
+
+
+def draw_times() -> None:
+    """Time of one attention call against tokens, as the command that measured it draws it."""
+    rows = read("attention_bfloat16")
+    costs = read_costs(rows)
     one = costs[0]
     title = (
         f"Attention, {one.dim} channels per head, {one.landmarks} landmarks, {one.dtype}\n"
@@ -306,6 +371,7 @@ def draw_longrange() -> None:
 
 def main() -> None:
     """Draw and write the pictures."""
+    draw_overview()
     draw_times()
     draw_accuracy()
     draw_training()
