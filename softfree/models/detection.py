@@ -29,7 +29,7 @@ from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxP
 
 from softfree.models.checks import check_at_least, check_grouped
 from softfree.models.features import REDUCTIONS, PyramidFeatures, Weights
-from softfree.models.regions import RegionAlign, RegionHeads, RegionProposals
+from softfree.models.regions import RegionAlign, RegionHeads, RegionProposals, dense_losses
 from softfree.ops.shared.precision import full_precision
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
@@ -66,7 +66,40 @@ class _Checkpointing:
 
 
 class _RetinaNet(_Checkpointing, RetinaNet):
-    pass
+    """torchvision's, whose steps around the networks take all pictures at once (softfree.models.regions)."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        _batch_pictures(self.transform)
+
+    def forward(
+        self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None
+    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+        if not self.training:
+            return super().forward(images, targets)
+        batch, targets = self.transform(images, targets)
+        check_boxes(targets)
+        features = list(self.backbone(batch.tensors).values())
+        return self.compute_loss(
+            targets, self.head(features), self.anchor_generator(batch, features)
+        )
+
+    def compute_loss(
+        self,
+        targets: list[dict[str, Tensor]],
+        head_outputs: dict[str, Tensor],
+        anchors: list[Tensor],
+    ) -> dict[str, Tensor]:
+        if self.head.regression_head._loss_type != "l1":
+            return super().compute_loss(targets, head_outputs, anchors)
+        # The anchors of all pictures are the same.
+        return dense_losses(
+            targets,
+            head_outputs,
+            anchors[0],
+            self.proposal_matcher,
+            self.head.regression_head.box_coder,
+        )
 
 
 class _MaskRCNN(_Checkpointing, MaskRCNN):
@@ -74,11 +107,8 @@ class _MaskRCNN(_Checkpointing, MaskRCNN):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        _batch_pictures(self.transform)
         # They have torchvision's attributes, which its constructor has filled in, and other methods.
-        transform: Any = self.transform
-        transform.__class__ = _Transform
-        for name, values in (("mean", transform.image_mean), ("std", transform.image_std)):
-            transform.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
         self.rpn.__class__ = RegionProposals
         self.roi_heads.__class__ = RegionHeads
 
@@ -87,18 +117,30 @@ class _MaskRCNN(_Checkpointing, MaskRCNN):
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
         if not self.training:
             return super().forward(images, targets)
-        if targets is None:
-            raise ValueError("training needs targets")
         batch, targets = self.transform(images, targets)
-        boxes = torch.cat([target["boxes"] for target in targets])
-        flat = (boxes[:, 2:] <= boxes[:, :2]).any(1)
-        # Asked once for all pictures: the host waits for the answer.
-        if flat.any():
-            raise ValueError(f"boxes must have a width and a height, got {boxes[flat][0].tolist()}")
+        check_boxes(targets)
         features = self.backbone(batch.tensors)
         proposals, losses = self.rpn(batch, features, targets)
         _, more_losses = self.roi_heads(features, proposals, batch.image_sizes, targets)
         return {**more_losses, **losses}
+
+
+def check_boxes(targets: list[dict[str, Tensor]] | None) -> None:
+    """Refuse a training step without targets, and boxes without an area."""
+    if targets is None:
+        raise ValueError("training needs targets")
+    boxes = torch.cat([target["boxes"] for target in targets])
+    flat = (boxes[:, 2:] <= boxes[:, :2]).any(1)
+    # Asked once for all pictures: the host waits for the answer.
+    if flat.any():
+        raise ValueError(f"boxes must have a width and a height, got {boxes[flat][0].tolist()}")
+
+
+def _batch_pictures(transform: Any) -> None:
+    """Let torchvision's transform take all pictures at once; its attributes stay."""
+    transform.__class__ = _Transform
+    for name, values in (("mean", transform.image_mean), ("std", transform.image_std)):
+        transform.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
 
 
 class _Transform(GeneralizedRCNNTransform):
@@ -141,9 +183,13 @@ class _Transform(GeneralizedRCNNTransform):
             torch.tensor(lengths).to(boxes.device), dim=0, output_size=len(boxes)
         )
         boxes_of = boxes.split(lengths)
+        for found, own_boxes in zip(result, boxes_of, strict=True):
+            found["boxes"] = own_boxes
+        if not all("masks" in found for found in result):
+            return result
         placed = place_masks([found["masks"] for found in result], boxes_of, original_image_sizes)
-        for found, own_boxes, own_masks in zip(result, boxes_of, placed, strict=True):
-            found["boxes"], found["masks"] = own_boxes, own_masks
+        for found, own_masks in zip(result, placed, strict=True):
+            found["masks"] = own_masks
         return result
 
 

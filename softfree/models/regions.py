@@ -1,4 +1,4 @@
-"""Mask R-CNN's steps between its networks, for all pictures of a batch at once.
+"""Mask R-CNN's steps between its networks, and RetinaNet's losses, for all pictures of a batch at once.
 
 torchvision's parts take the pictures one by one, in dozens of small operations each, and wait for the GPU after
 many of them: a GPU that is free then waits for the host. These give the same results. Where torchvision draws
@@ -7,6 +7,7 @@ samples at random, other ones are drawn, by the same rule.
     RegionProposals   anchors to proposals, and their losses
     RegionHeads       proposals to objects, and their losses
     RegionAlign       features of regions, from the level that fits each
+    dense_losses      RetinaNet's, of every anchor
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torchvision.models.detection._utils import BalancedPositiveNegativeSampler, Matcher
+from torchvision.models.detection._utils import (
+    BalancedPositiveNegativeSampler,
+    BoxCoder,
+    Matcher,
+)
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss, maskrcnn_loss
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops import MultiScaleRoIAlign, batched_nms, nms, roi_align
@@ -25,6 +30,7 @@ Targets = list[dict[str, Tensor]]
 # Overlaps to compute at a time: more of them than this would take gigabytes.
 OVERLAPS = 2**25
 SMALLEST_OBJECT = 1e-2
+FOCAL_SHARE = 0.25  # of classes that are there, in the focal loss; torchvision's
 
 
 class RegionProposals(RegionProposalNetwork):
@@ -193,6 +199,42 @@ class RegionAlign(MultiScaleRoIAlign):
             ]
         )
         return torch.empty_like(pooled).index_copy(0, order, pooled)
+
+
+def dense_losses(
+    targets: Targets,
+    outputs: dict[str, Tensor],
+    anchors: Tensor,
+    matcher: Matcher,
+    coder: BoxCoder,
+) -> dict[str, Tensor]:
+    """RetinaNet's losses of ``cls_logits`` (n, P, classes) and ``bbox_regression`` (n, P, 4) at anchors (P, 4).
+
+    Focal loss of the classes and the distance |.| of the boxes, over each picture's number of matched anchors; means
+    of the pictures. Anchors that match neither clearly count in neither.
+    """
+    boxes, labels = pad_targets(targets)
+    matched, kinds = match(boxes, labels >= 0, anchors[None], matcher)
+    found = kinds > 0
+    count = found.sum(1).clamp(min=1)
+    logits, deltas = outputs["cls_logits"], outputs["bbox_regression"]
+    # As if no class were there, without a tensor of that size to say so; then what the classes that are there change.
+    absent = _focal(logits, 1 - FOCAL_SHARE).sum(2).masked_fill(kinds < 0, 0).sum(1)
+    own = logits.gather(2, labels.gather(1, matched).clamp(min=0)[..., None])[..., 0]
+    change = _focal(-own, FOCAL_SHARE) - _focal(own, 1 - FOCAL_SHARE)
+    classes = (absent + torch.where(found, change, 0).sum(1)) / count
+    wanted = coder.encode_single(
+        _take(boxes, matched).flatten(0, 1), anchors.repeat(len(targets), 1)
+    ).view_as(deltas)
+    # Of what is no object, nothing is wanted.
+    wanted = torch.where(found[..., None], wanted, deltas.detach())
+    distances = (deltas - wanted).abs().sum((1, 2)) / count
+    return {"classification": classes.mean(), "bbox_regression": distances.mean()}
+
+
+def _focal(logits: Tensor, share: float) -> Tensor:
+    """The focal loss of classes that are not there; of -logits that of classes that are."""
+    return share * F.softplus(logits) * logits.sigmoid().square()
 
 
 def pad_targets(targets: Targets) -> tuple[Tensor, Tensor]:

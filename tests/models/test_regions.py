@@ -1,10 +1,10 @@
-"""Mask R-CNN's steps for all pictures at once give what torchvision's give one by one."""
+"""Steps of Mask R-CNN and RetinaNet for all pictures at once give what torchvision's give one by one."""
 
 import copy
 
 import pytest
 import torch
-from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection._utils import BalancedPositiveNegativeSampler, Matcher
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
@@ -12,7 +12,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign, box_iou
 
 from softfree.models import regions
-from softfree.models.detection import mask_rcnn
+from softfree.models.detection import mask_rcnn, retinanet
 from softfree.models.regions import match, pad_targets, sample
 from tests.models.small import PYRAMID
 
@@ -213,3 +213,51 @@ def test_a_box_without_an_area_is_refused():
     targets[2]["boxes"][1, 2] = targets[2]["boxes"][1, 0]
     with pytest.raises(ValueError, match="boxes must have a width and a height, got"):
         ours.train()(images, targets)
+
+
+def dense_detectors(device):
+    """Our RetinaNet, and torchvision's with its weights."""
+    ours = retinanet(
+        "softpp_tiny", 4, min_size=64, max_size=128, width=16, anchor_size=16,
+        backbone_kwargs=PYRAMID, score_thresh=0.0, detections_per_img=30,
+    )  # fmt: skip
+    torch.nn.init.normal_(ours.head.classification_head.cls_logits.weight, std=0.5)
+    torch.nn.init.normal_(ours.head.regression_head.bbox_reg.weight, std=0.1)
+    ours.to(device)
+    other = copy.deepcopy(ours)
+    other.__class__, other.transform.__class__ = RetinaNet, GeneralizedRCNNTransform
+    return ours, other
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", [(3, 1, 5), (2, 0, 4), (0, 0, 0)])
+def test_dense_losses_and_gradients_are_torchvisions(counts, device):
+    images, targets = pictures(*counts, device=device)
+    found = []
+    for model in dense_detectors(device):
+        losses = model.train()(images, copy.deepcopy(targets))
+        sum(losses.values()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((losses, gradients))
+    (ours, our_gradients), (theirs, their_gradients) = found
+    assert ours.keys() == theirs.keys() and our_gradients.keys() == their_gradients.keys()
+    for name, loss in theirs.items():
+        torch.testing.assert_close(ours[name], loss, rtol=1e-4, atol=1e-6)
+    for name, gradient in their_gradients.items():
+        torch.testing.assert_close(our_gradients[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_dense_detections_are_torchvisions():
+    images, _ = pictures(1, 1, 1)
+    ours, theirs = (model.eval()(images) for model in dense_detectors("cpu"))
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.keys() == other.keys() and len(own["boxes"]) == 30
+        for name in own:
+            torch.testing.assert_close(own[name], other[name], rtol=1e-4, atol=1e-4)
+
+
+def test_other_losses_of_boxes_are_torchvisions_own():
+    ours, _ = dense_detectors("cpu")
+    ours.head.regression_head._loss_type = "giou"
+    images, targets = pictures(3, 1, 5)
+    assert all(loss.isfinite() for loss in ours.train()(images, targets).values())
