@@ -91,6 +91,14 @@ class AttentionLayer:
             raise ValueError(f"query must be a token below {self.tokens}, got {query}")
         return self.rows([query])[:, 0]
 
+    def sampled_rows(self) -> Tensor:
+        """Rows for evenly chosen query tokens, (heads, at most SAMPLED_ROWS, tokens)."""
+        return self.rows(self._evenly(SAMPLED_ROWS))
+
+    def _evenly(self, count: int) -> list[int]:
+        """At most ``count`` tokens, the first, the last, and others evenly between."""
+        return torch.linspace(0, self.tokens - 1, min(count, self.tokens)).long().tolist()
+
     def heat_map(self, query: int) -> Tensor:
         """The row of ``query`` laid out over the image, without prefix tokens: (heads, H, W)."""
         return self.lay_out(self.row(query))
@@ -257,17 +265,6 @@ class SoftLayer(AttentionLayer):
         error = exact - left @ self.inverse @ left.mT
         return torch.linalg.matrix_norm(error) / torch.linalg.matrix_norm(exact)
 
-    def total_weight(self) -> Tensor:
-        """What the sizes of a token's attention weights add up to (softmax: 1), on average: (heads,).
-
-        Near 0 the layer attends to nothing: landmarks are so far from the tokens that every kernel value is small.
-        """
-        return self.rows(self._evenly(SAMPLED_ROWS)).abs().sum(-1).mean(-1)
-
-    def _evenly(self, count: int) -> list[int]:
-        """At most ``count`` tokens, the first, the last, and others evenly between."""
-        return torch.linspace(0, self.tokens - 1, min(count, self.tokens)).long().tolist()
-
     def as_softmax(self) -> "SoftmaxLayer":
         """What softmax attention would do with the same queries."""
         return SoftmaxLayer(self.name, "softmax", self.size, self.queries, self.keys)
@@ -357,6 +354,27 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
         raise ValueError(f"image must be a tensor (channels, H, W), got {given}")
     if image.ndim == 4 and image.shape[0] != 1:
         raise ValueError(f"image must be one image, got a batch of {image.shape[0]}")
+    return _capture(model, (image[None] if image.ndim == 3 else image).to(next(model.parameters())))
+
+
+def capture_sequence(model: nn.Module, tokens: Tensor) -> AttentionCapture:
+    """As :func:`capture_attention`, for a sequence encoder and one sample: tokens (n,), or (n, channels).
+
+    Of a pair, (2, n), the first sequence is captured.
+
+    Example:
+        >>> import torch
+        >>> from softfree.models.sequence import SequenceClassifier
+        >>> model = SequenceClassifier(vocab_size=9, length=40, num_classes=2)
+        >>> capture_sequence(model, torch.randint(9, (40,))).layers[0].row(3).shape
+        torch.Size([2, 40])
+    """
+    like = next(model.parameters())
+    return _capture(model, tokens[None].to(like if tokens.is_floating_point() else like.device))
+
+
+def _capture(model: nn.Module, sample: Tensor) -> AttentionCapture:
+    """Of a batch of one."""
     layers: list[AttentionLayer] = []
 
     def hooks(name: str, module: nn.Module) -> Iterator[RemovableHandle]:
@@ -385,10 +403,9 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
         raise ValueError(
             f"model: {type(model).__name__} has no attention layer of softfree ({known})"
         )
-    like = next(model.parameters())
     try:
         with evaluating(model), torch.no_grad():
-            output = model((image[None] if image.ndim == 3 else image).to(like))
+            output = model(sample)
     finally:
         for handle in handles:
             handle.remove()

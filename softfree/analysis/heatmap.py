@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from softfree.analysis.capture import AttentionLayer
+from softfree.analysis.judgement import Judgement, judge_maps, scale_maps
 from softfree.analysis.plots import new_figure
 
 COLOURS = "viridis"
@@ -18,11 +20,11 @@ BAR_WIDTH, BAR_LENGTH = 0.95, 4.5
 
 
 class Panel(NamedTuple):
-    """The heat map of one head, (H, W), between 0 and 1, and what the sizes of the weights add up to."""
+    """The heat map of one head, (H, W), between 0 and 1, and what its weights are like."""
 
     title: str
     heat: np.ndarray
-    total: float
+    note: str
 
 
 class Group(NamedTuple):
@@ -44,18 +46,22 @@ def layer_title(layer: AttentionLayer, model: str = "") -> str:
 
 def heat_panels(layer: AttentionLayer, place: tuple[float, float], heads: int) -> list[Panel]:
     """The maps of the first heads for the patch at ``place``."""
-    maps = layer.heat_map(layer.token_at(*place))[:heads].cpu().numpy()
-    # Scaled maps look alike, whether the head attends or not: hence the total.
+    maps = layer.heat_map(layer.token_at(*place))[:heads].cpu()
+    scaled = scale_maps(maps).numpy()
     return [
-        Panel(f"head {number}", scale(heat), np.abs(heat).sum())
-        for number, heat in enumerate(maps, 1)
+        Panel(f"head {number}", heat, note_of(row, judged))
+        for number, (heat, row, judged) in enumerate(
+            zip(scaled, maps, judge_maps(maps), strict=True), 1
+        )
     ]
 
 
-def scale(heat: np.ndarray) -> np.ndarray:
-    """To 0 at the least value and 1 at the greatest; a map without contrast to 0."""
-    span = heat.max() - heat.min()
-    return (heat - heat.min()) / span if span > 0 else np.zeros_like(heat)
+def note_of(heat: Tensor, judged: Judgement) -> str:
+    """From what to what a map's weights go, and their total: scaled maps look alike, whether a head attends or not."""
+    spread = f"{heat.min():.1e} to {heat.max():.1e}"
+    if judged.word == "dead":
+        return f"next to nothing: {spread}"
+    return f"alike: {spread}" if judged.word == "flat" else f"{spread}, total {judged.total:.2g}"
 
 
 def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> Any:
@@ -90,7 +96,7 @@ def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> An
             cell = show(paint(panel.heat, grey), group, first + column * (CELL + GAP), row, 8)
             corner = dict(transform=cell.transAxes, fontsize=7, color="white")
             shade = dict(facecolor="black", alpha=0.5, linewidth=0, pad=1.5)
-            cell.text(0.03, 0.03, f"total {panel.total:.2g}", **corner, bbox=shade)
+            cell.text(0.03, 0.03, panel.note, **corner, bbox=shade)
             column_title, row_title = (
                 (group.title, panel.title) if across else (panel.title, group.title)
             )
@@ -106,7 +112,7 @@ def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> An
     axes.imshow(colours, aspect="auto", extent=(0, 1, 0, 1))
     axes.yaxis.tick_right()
     axes.yaxis.set_label_position("right")
-    axes.set_ylabel("attention, each map scaled to 0-1")
+    axes.set_ylabel("attention, from each map's least weight to its greatest")
     return figure
 
 

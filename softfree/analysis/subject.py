@@ -23,12 +23,13 @@ class Subject(NamedTuple):
     """A model to look at.
 
     ``metadata`` has its task and what its images want: img_size, mean and std. Of a detector, ``model`` is its
-    backbone with the feature pyramid.
+    backbone with the feature pyramid. ``checkpoint`` is where it was read, None for a fresh model.
     """
 
     title: str
     model: nn.Module
     metadata: dict[str, Any]
+    checkpoint: Path | None = None
 
     def look(self, photo: Image.Image, img_size: int | None = None) -> View:
         """The photo as the model sees it, at its own size or at ``img_size``."""
@@ -55,7 +56,7 @@ def load_subject(
             backbone: Any = network.backbone
             network = backbone
         title = checkpoint_title(checkpoint, metadata)
-        return Subject(title, network.eval().to(device), {**PREPARATION, **metadata})
+        return Subject(title, network.eval().to(device), {**PREPARATION, **metadata}, checkpoint)
     name = model or DEFAULT_MODEL
     check_model_name(name)
     torch.manual_seed(0)

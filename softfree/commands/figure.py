@@ -19,6 +19,7 @@ from rich.progress import track
 from softfree.analysis.capture import SoftLayer, capture_attention
 from softfree.analysis.convergence import draw_convergence, residual_curves
 from softfree.analysis.heatmap import Group, draw_heat_maps, heat_panels, layer_title
+from softfree.analysis.judgement import judge_layer
 from softfree.analysis.pictures import landscape, load_photo
 from softfree.analysis.plots import draw_resolution, save_figure
 from softfree.analysis.spectrum import SpectralNorms, draw_spectrum, spectral_norms
@@ -69,8 +70,9 @@ def heatmap(
     """Draw where a patch of a photo attends to (Fig. 4 and 7).
 
     One model: a row of pictures for each stage (its last block). Several models, or --stage: a column for
-    each, at one stage. Each map is a row of the attention matrix, scaled to 0-1, as in the papers; its
-    total is what the sizes of its weights add up to (softmax: 1, less what a class token has).
+    each, at one stage. Each map is a row of the attention matrix, coloured from its least weight to its greatest, as
+    in the papers; both are written on it, and its total, what the sizes of the weights add up to (softmax: 1, less
+    what a class token has). Maps of nothing and of weights that are all alike have one colour.
 
     Args:
         photo: a photo of yours; otherwise one is drawn.
@@ -100,6 +102,7 @@ def heatmap(
     subjects = load_subjects(checkpoint, model, attention, where)
     compare = len(subjects) > 1 or stage is not None
     groups: list[Group] = []
+    warned: list[str] = []
     for subject in subjects:
         seen = subject.look(picture, img_size)
         try:
@@ -112,9 +115,13 @@ def heatmap(
         for number in (stage or 1,) if compare else found.stages:
             layer = found.layer(number)
             panels = heat_panels(layer, place, heads)
+            if text := judge_layer(layer).text:
+                warned.append(f"{subject.title}: {layer.name} {text}")
             groups.append(Group(layer_title(layer, title), panels, square, place))
     heading = "Where the marked patch attends to" + ("" if compare else f": {subjects[0].title}")
     save_figure(draw_heat_maps(groups, heading, across=compare), draw)
+    for text in warned:
+        Console(highlight=False, soft_wrap=True).print(f"[yellow]warning[/] {text}")
     return 0
 
 

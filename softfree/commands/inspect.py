@@ -2,14 +2,24 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from torch import Tensor, nn
 
-from softfree.analysis.capture import CONVERGED, MOST_STEPS, SoftLayer, capture_attention
+from softfree.analysis.capture import (
+    CONVERGED,
+    MOST_STEPS,
+    AttentionCapture,
+    AttentionLayer,
+    SoftLayer,
+    capture_attention,
+    capture_sequence,
+)
+from softfree.analysis.judgement import judge_layer
 from softfree.analysis.pictures import load_photo
+from softfree.analysis.subject import Subject
 from softfree.commands.common import (
     NOTHING,
     SUBJECT,
@@ -20,11 +30,10 @@ from softfree.commands.common import (
     make_table,
     to_json,
 )
+from softfree.training.longrange import LongRange, first_sample
 
 # Beyond this condition float32 leaves the smallest eigenvalues about one digit.
 NEAR_SINGULAR = 1e6
-# Weights of a token that add up to less than this change the sum that follows in its third digit.
-NEXT_TO_NOTHING = 1e-2
 
 
 def inspect(
@@ -42,52 +51,70 @@ def inspect(
         as_json: print JSON, for programs.
     """
     check_img_size(img_size)
-    picture = load_photo(photo)
+    load_photo(photo)  # before a model is loaded for nothing
     subject = target.load()
-    seen = subject.look(picture, img_size)
-    rows = examine(subject.model, seen.pixels)
+    captured, words = look(subject, photo, img_size)
+    rows = [describe(layer) for layer in captured.layers]
     if as_json:
         print(to_json(rows, indent=2))
     else:
-        print_report(
-            rows, f"{subject.title} at {seen.picture.width} x {seen.picture.height} pixels"
-        )
+        print_report(rows, f"{subject.title} at {words}")
     return 0
 
 
 main = command(inspect, __doc__)
 
 
-def examine(model: nn.Module, image: Tensor) -> list[dict[str, Any]]:
-    """A row for each attention layer, in their order; figures of the softmax-free ones."""
-    return [
-        {"layer": layer.name, "stage": layer.stage, "block": layer.block, "kind": layer.kind}
-        | (describe(layer) if isinstance(layer, SoftLayer) else {})
-        for layer in capture_attention(model, image).layers
-    ]
+def look(
+    subject: Subject, photo: Path | None = None, img_size: int | None = None
+) -> tuple[AttentionCapture, str]:
+    """The attention of a model on a photo, or on a sample of its own where it is one of sequences; and that in words."""
+    if subject.metadata["task"] != LongRange.name:
+        seen = subject.look(load_photo(photo), img_size)
+        size = f"{seen.picture.width} x {seen.picture.height} pixels"
+        return capture_attention(subject.model, seen.pixels), size
+    if photo is not None or img_size is not None:
+        raise ValueError("a model of sequences sees no photo; leave it and --img-size out")
+    assert subject.checkpoint is not None
+    tokens = first_sample(subject.checkpoint)
+    return capture_sequence(subject.model, tokens), "a sample of its task"
 
 
-def describe(layer: SoftLayer) -> dict[str, Any]:
-    """The figures of a layer, of its worst head each, and what is wrong with it."""
-    condition = layer.condition().max().item()
+def describe(layer: AttentionLayer) -> dict[str, Any]:
+    """A layer's figures, of its worst head each, and what is wrong with it; those of A for softmax-free ones alone."""
+    judged = judge_layer(layer)
     row: dict[str, Any] = {
-        "m": layer.m,
-        # JSON has no infinity.
-        "condition": condition if math.isfinite(condition) else None,
-        "inverse": layer.method,
-        "steps": layer.iterations if layer.method == "newton" else None,
-        "residual": layer.residual().max().item(),
-        "nystrom_error": layer.nystrom_error().max().item(),
-        "spectral_norm": layer.spectral_norm().max().item(),
-        "kept_eigenvalues": int(layer.kept_eigenvalues().min()),
-        "steps_needed": layer.steps_needed(),
-        "total_weight": layer.total_weight().max().item(),
+        "layer": layer.name,
+        "stage": layer.stage,
+        "block": layer.block,
+        "kind": layer.kind,
+        "total_weight": judged.total,
+        "contrast": judged.contrast,
     }
-    return {**row, "warnings": warnings_of(row)}
+    if isinstance(layer, SoftLayer):
+        condition = layer.condition().max().item()
+        row |= {
+            "m": layer.m,
+            # JSON has no infinity.
+            "condition": condition if math.isfinite(condition) else None,
+            "inverse": layer.method,
+            "steps": layer.iterations if layer.method == "newton" else None,
+            "residual": layer.residual().max().item(),
+            "nystrom_error": layer.nystrom_error().max().item(),
+            "spectral_norm": layer.spectral_norm().max().item(),
+            "kept_eigenvalues": int(layer.kept_eigenvalues().min()),
+            "steps_needed": layer.steps_needed(),
+        }
+    warnings = faults_of_inverse(row) if "m" in row else []
+    return {
+        **row,
+        "judgement": judged.word,
+        "warnings": warnings + [judged.text] * bool(judged.text),
+    }
 
 
-def warnings_of(row: dict[str, Any]) -> list[str]:
-    """What is wrong with a layer, and what would help."""
+def faults_of_inverse(row: dict[str, Any]) -> list[str]:
+    """What is wrong with a softmax-free layer's inverse, and what would help."""
     found = []
     newton = row["inverse"] == "newton"
     if newton and row["residual"] > CONVERGED:
@@ -111,11 +138,6 @@ def warnings_of(row: dict[str, Any]) -> list[str]:
                 if newton
                 else f"the solve inverts {kept} by more than half"
             )
-        )
-    if row["total_weight"] < NEXT_TO_NOTHING:
-        found.append(
-            f"attends to next to nothing: a token's weights add up to {row['total_weight']:.2g} at most; "
-            "landmarks are far from all tokens"
         )
     return found
 
@@ -147,10 +169,10 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
             style="yellow" if row["warnings"] else "",
         )
     console.print(table)
-    warned = [(row["layer"], text) for row in rows for text in row.get("warnings", [])]
+    warned = [(row["layer"], text) for row in rows for text in row["warnings"]]
     for layer, text in warned:
         console.print(f"[yellow]warning[/] {layer}: {text}", soft_wrap=not console.is_terminal)
-    if any(row.get("total_weight", 1) < NEXT_TO_NOTHING for row in rows):
+    if any(row["judgement"] == "dead" for row in rows):
         console.print(
             "Training with landmark_gain=0.25 or landmarks=average starts landmarks among the tokens."
         )

@@ -14,7 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from softfree.analysis.capture import KNOWN
+from softfree.analysis.judgement import warnings_of
+from softfree.analysis.subject import load_subject
 from softfree.commands.common import PICTURE_TASKS
+from softfree.commands.inspect import look
 from softfree.commands.parser import HELP, print_subcommands
 from softfree.commands.settings import resolve
 from softfree.training.checkpoint import CheckpointWriteError
@@ -66,9 +70,29 @@ def main(argv: Sequence[str], advice: bool = True) -> int:
             raise
         return fail("no space left on the disk of --output; make room, then --resume auto", FAILED)
 
-    if advice and not code and os.environ.get("RANK", "0") == "0":
-        print(next_steps(task.name, settings.run.output / "best"))
+    if not code and os.environ.get("RANK", "0") == "0":
+        warn_of_attention(settings.run.output / "best")
+        if advice:
+            print(next_steps(task.name, settings.run.output / "best"))
     return code
+
+
+def warn_of_attention(checkpoint: Path) -> None:
+    """Say which layers of a trained model attend to nothing, or to everything alike."""
+    if not checkpoint.exists():
+        return
+    subject = load_subject(checkpoint, None)
+    if not any(isinstance(module, KNOWN) for module in subject.model.modules()):
+        return
+    layers = look(subject)[0].layers
+    console = Console(highlight=False, soft_wrap=True)
+    found = warnings_of(layers)
+    for name, text in found.items():
+        console.print(f"[yellow]warning[/] {name} {text}")
+    if found:
+        console.print(
+            f"{len(found)} of {len(layers)} attention layers do little, seen on one sample"
+        )
 
 
 def next_steps(task: str, checkpoint: Path) -> str:

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from softfree.analysis.capture import AttentionCapture, AttentionLayer, SoftLayer, capture_attention
+from softfree.analysis.judgement import WORDS, judge_layer, judge_maps, scale_maps
 from softfree.analysis.pictures import seen_box
 from softfree.analysis.subject import Subject
 from softfree.data.images import open_image
@@ -159,15 +160,13 @@ def top_classes(output: Any, metadata: dict[str, Any]) -> list[dict[str, Any]] |
 
 
 def pack(maps: Tensor) -> bytes:
-    """Maps (..., H, W) for the page: least and greatest value of each, float32, then all as bytes.
-
-    Each map is scaled to 0 at its least value and 255 at its greatest; one without contrast to 0.
+    """Maps (..., H, W) for the page: of each its least and greatest value, float32, then a byte, the place of what it is
+    judged to be in WORDS, then all of them as bytes, scaled from 0 to 255 by :func:`scale_maps`.
     """
-    least, greatest = maps.amin((-2, -1)), maps.amax((-2, -1))
-    span = (greatest - least)[..., None, None]
-    scaled = torch.where(span > 0, (maps - least[..., None, None]) / span, 0)
-    ranges = torch.stack([least, greatest], -1).numpy().astype("<f4")
-    return ranges.tobytes() + (255 * scaled).round().numpy().astype(np.uint8).tobytes()
+    ranges = torch.stack([maps.amin((-2, -1)), maps.amax((-2, -1))], -1).numpy().astype("<f4")
+    words = bytes(WORDS.index(judged.word) for judged in judge_maps(maps))
+    scaled = (255 * scale_maps(maps)).round().numpy().astype(np.uint8)
+    return ranges.tobytes() + words + scaled.tobytes()
 
 
 def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
@@ -182,6 +181,7 @@ def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
         "kind": layer.kind,
         "heads": layer.heads,
         "grid": layer.size,
+        "warning": judge_layer(layer).text,
         "variants": VARIANTS if soft else [layer.kind],
         **soft,
     }

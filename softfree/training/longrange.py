@@ -31,13 +31,14 @@ from softfree.layers.factory import option_names
 from softfree.models.checks import check_at_least, mistakes_in
 from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import distributed
+from softfree.training.checkpoint import SETTINGS, locate
 from softfree.training.classification import parse_model_kwargs
 from softfree.training.devices import choose_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task
 from softfree.training.loading import evaluation
 from softfree.training.logs import TEST_RESULT
-from softfree.training.settings import Given, OptimSettings, RunSettings
+from softfree.training.settings import Given, OptimSettings, RunSettings, read_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +216,16 @@ def load_data(settings: LongRangeDataSettings) -> LongRangeData:
         seed=settings.listops_seed,
         listops_sizes=(settings.listops_train, settings.listops_eval, settings.listops_eval),
     )
+
+
+def first_sample(path: Path) -> Tensor:
+    """Tokens of the first dev sample of what a checkpoint was trained on: (n,), (n, channels), or (2, n) of a pair."""
+    settings = read_settings(LongRangeSettings, locate(path) / SETTINGS)
+    tokens, _ = load_data(settings.data).dev[0]
+    if isinstance(tokens, list):
+        shorter = min(map(len, tokens))
+        tokens = torch.stack([each[:shorter] for each in tokens])
+    return tokens
 
 
 def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dict[str, Any]:

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 import softfree
-from softfree.analysis.capture import SoftLayer, SoftmaxLayer, capture_attention
+from softfree.analysis.capture import (
+    SAMPLED_ROWS,
+    SoftLayer,
+    SoftmaxLayer,
+    capture_attention,
+    capture_sequence,
+)
+from softfree.models.sequence import SequenceClassifier
 from softfree.ops.attention import reference
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 
@@ -188,11 +195,21 @@ def test_tokens_that_are_the_landmarks_have_no_nystrom_error():
     assert halved.nystrom_error().min() > 0.1
 
 
-def test_total_weight_is_what_the_sizes_of_a_row_add_up_to():
-    layer = capture().layer(3)  # of few tokens, all of which are asked
+def test_sampled_rows_are_rows_from_the_first_token_to_the_last():
+    layer = capture().layer(1)
     rows = layer.rows(range(layer.tokens))
-    torch.testing.assert_close(layer.total_weight(), rows.abs().sum(-1).mean(-1))
-    assert replace(layer, landmarks=layer.landmarks + 100).total_weight().max() == 0
+    sampled = layer.sampled_rows()
+    assert sampled.shape[1] == SAMPLED_ROWS
+    torch.testing.assert_close(sampled[:, [0, -1]], rows[:, [0, -1]])
+
+
+def test_a_sequence_is_captured_as_its_layers_attend():
+    model = SequenceClassifier(0, 20, 2, "softpp", channels=3, pooling="none", stride=1).eval()
+    found = capture_sequence(model, torch.randn(20, 3))
+    assert [layer.name for layer in found.layers] == ["blocks.0.attn", "blocks.1.attn"]
+    assert found.layers[0].rows([0, 5]).shape == (2, 2, 20) and found.layers[1].block == 2
+    pair = SequenceClassifier(9, 20, 2, "softmax", pair=True).eval()
+    assert capture_sequence(pair, torch.randint(1, 9, (2, 15))).layers[0].tokens == 15
 
 
 def test_condition_sees_landmarks_that_nearly_coincide():

@@ -7,13 +7,21 @@ import torch
 from torch import nn
 
 import softfree_cli
-from softfree.commands.inspect import examine
+from softfree.analysis.capture import capture_attention
+from softfree.commands.inspect import describe
+from softfree.commands.settings import resolve
+from softfree.training.longrange import LongRange
 
 from .checkpoints import SHAPE, classifier_checkpoint
 
 
 def small(**kwargs) -> nn.Module:
-    return timm.create_model("softpp_tiny", img_size=64, **SHAPE | kwargs)
+    # Queries of the size that they have after training: before it, layers attend to everything alike.
+    return timm.create_model("softpp_tiny", img_size=64, **SHAPE | dict(query_gain=8) | kwargs)
+
+
+def examine(model: nn.Module, image: torch.Tensor) -> list[dict]:
+    return [describe(layer) for layer in capture_attention(model, image).layers]
 
 
 def test_a_sound_model_has_no_warnings():
@@ -54,6 +62,13 @@ def test_a_planted_under_iterated_layer_is_found_and_the_advice_helps():
     assert not examine(model, image)[2]["warnings"]
 
 
+def test_layers_that_attend_to_everything_alike_are_found():
+    rows = examine(small(landmark_gain=0.5, query_gain=0.1), torch.randn(3, 64, 64))
+    assert [row["judgement"] for row in rows] == ["flat"] * 4
+    assert all("attends to everything alike" in row["warnings"][-1] for row in rows)
+    assert max(row["contrast"] for row in rows) < 0.05
+
+
 def test_a_layer_with_landmarks_far_from_all_tokens_is_found():
     model = small(landmark_gain=0.5)
     nn.init.constant_(model.stages[1].blocks[0].attn.sampler.norm.weight, 9)
@@ -73,6 +88,29 @@ def test_the_command_reports_a_checkpoint(tmp_path, capsys):
     assert softfree_cli.main(["inspect", "--checkpoint", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["steps"] for row in rows] == [3] * 4
+
+
+def test_a_model_of_sequences_is_inspected_on_a_sample_of_its_task(tmp_path, capsys):
+    options = [
+        "--task",
+        "twins",
+        "--steps",
+        "1",
+        "--batch-size",
+        "2",
+        "--device",
+        "cpu",
+        "--workers",
+        "0",
+    ]
+    LongRange.run(resolve([*options, "--output", str(tmp_path)], LongRange))
+    assert softfree_cli.main(["inspect", "--checkpoint", str(tmp_path / "best"), "--json"]) == 0
+    out = capsys.readouterr().out
+    rows = json.loads(out[out.index("[\n") :])
+    assert [(row["layer"], row["m"]) for row in rows] == [(f"blocks.{i}.attn", 64) for i in (0, 1)]
+    given = ["inspect", "--checkpoint", str(tmp_path / "best"), "--img-size", "64"]
+    assert softfree_cli.main(given) == 2
+    assert "a model of sequences sees no photo" in capsys.readouterr().err
 
 
 def test_softmax_layers_are_listed_without_figures(capsys):

@@ -67,6 +67,21 @@ def test_a_rival_takes_the_place_of_the_attention(folders, tmp_path):
     assert "PerformerAttention" in kinds and "SoftAttention" not in kinds
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [(["query_norm=False", "query_gain=0.01"], "attends to everything alike"), ([], None)],
+)
+def test_the_end_names_layers_that_do_little(tmp_path, capsys, kwargs, words):
+    options = ["--task", "twins", "--attention", "softfree", "--steps", "1", "--batch-size", "2"]
+    options += ["--device", "cpu", "--lr", "1e-9", "--output", str(tmp_path)]
+    options += ["--model-kwargs", "stride=1", *kwargs]
+    assert softfree_cli.main(["train", "longrange", *options]) == 0
+    out = capsys.readouterr().out
+    assert ("warning blocks.0.attn" in out) == bool(words)
+    assert ("2 of 2 attention layers do little" in out) == bool(words)
+    assert words is None or words in out
+
+
 def test_the_output_is_named_as_it_is(folders, tmp_path, capsys):
     output = tmp_path / "out [a]"
     assert run("--data-dir", folders, "--output", output, *SHORT) == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from softfree.analysis.capture import SoftLayer, SoftmaxLayer, capture_attention
+from softfree.analysis.judgement import WORDS
 from softfree.analysis.pictures import view
 from softfree.analysis.subject import Subject
 from softfree.explorer.maps import (
@@ -91,7 +92,7 @@ def test_convergence_is_that_of_the_iteration(explorer):
 
 def test_the_likeliest_classes_are_the_models(explorer):
     found = explorer.describe(0, "sample-1", 64)["top"]
-    _, model, metadata = explorer.subjects[0]
+    _, model, metadata, _ = explorer.subjects[0]
     logits = capture_attention(model, view(photo(0), 64, metadata).pixels).output[0]
     order = logits.argsort(descending=True).tolist()
     assert [row["label"] for row in found] == [metadata["class_names"][index] for index in order]
@@ -137,8 +138,10 @@ def test_large_photos_are_kept_as_a_smaller_square(explorer):
     assert explorer.photo(name).size == (WIDEST, WIDEST)
 
 
-def test_packed_maps_have_their_ranges_and_each_its_own_scale():
-    maps = torch.tensor([[[[0.0, 1.0], [2.0, 4.0]]], [[[7.0, 7.0], [7.0, 7.0]]]]).double()
+def test_packed_maps_have_their_ranges_what_they_are_and_each_its_own_scale():
+    some = [[0.0, 1.0], [2.0, 4.0]]
+    maps = torch.tensor([[some], [[[7.0, 7.0], [7.0, 7.1]]], [[[0.0, 1e-9], [0.0, 0.0]]]]).double()
     packed = pack(maps)
-    assert np.frombuffer(packed[:16], "<f4").tolist() == [0, 4, 7, 7]
-    assert list(packed[16:]) == [0, 64, 128, 255, 0, 0, 0, 0]
+    np.testing.assert_allclose(np.frombuffer(packed[:24], "<f4"), [0, 4, 7, 7.1, 0, 1e-9])
+    assert [WORDS[place] for place in packed[24:27]] == ["", "flat", "dead"]
+    assert list(packed[27:]) == [0, 64, 128, 255, 255, 255, 255, 255, 0, 0, 0, 0]

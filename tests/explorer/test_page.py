@@ -63,7 +63,7 @@ class Site:
         place = Place(changes.get("model", 0), photo, size, changes.get("stage", 1), -1)
         maps = self.explorer.heat_maps(place, x, y, changes.get("steps"))
         height, width = maps.shape[2:]
-        every = np.frombuffer(pack(maps)[8 * maps.shape[0] * maps.shape[1] :], np.uint8)
+        every = np.frombuffer(pack(maps)[9 * maps.shape[0] * maps.shape[1] :], np.uint8)
         return every.reshape(*maps.shape[:2], height, width)[variant, 0]
 
 

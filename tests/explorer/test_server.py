@@ -84,7 +84,7 @@ def test_maps_are_the_packed_maps(client, models):
     assert answer.content == pack(
         explorer.heat_maps(Place(0, "sample-1", 64, 1, -1), 0.25, 0.75, 6)
     )
-    assert len(answer.content) == 3 * 1 * (8 + 16 * 16)
+    assert len(answer.content) == 3 * 1 * (8 + 1 + 16 * 16)
     assert answer.headers["content-type"] == "application/octet-stream"
 
 

@@ -76,6 +76,7 @@ function chooseLayer(stage, block) {
   state.layer = blocks.find((layer) => layer.block === block) ?? blocks.at(-1);
   const heads = [...state.heads].filter((head) => head < state.layer.heads);
   state.heads = new Set(heads.length || !state.heads.size ? heads : [0, 1].slice(0, state.layer.heads));
+  $("warning").textContent = state.layer.warning ? `This layer ${state.layer.warning}.` : "";
   showControls();
   buildMaps();
   showConvergence();
@@ -144,6 +145,9 @@ async function fetchMaps() {
 
 // ---- drawing
 
+// What a map is: it attends to something, to next to nothing, or to everything alike.
+const JUDGED = ["", "next to nothing: ", "all alike: "];
+
 function colourTable(stops) {
   const rgb = stops.map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
   const table = new Uint32Array(256);
@@ -156,20 +160,22 @@ function colourTable(stops) {
   return table;
 }
 
-// `content`: least and greatest value of every map as float32, then the maps as bytes (variants, heads, H, W).
+// `content`: least and greatest value of every map as float32, what each is judged to be as a byte, then the maps as
+// bytes (variants, heads, H, W).
 function draw(layer, content) {
   const [height, width] = layer.grid;
   const count = layer.variants.length * layer.heads;
   const ranges = new DataView(content, 0, 8 * count);
   for (const { variant, head, canvas, caption } of panels) {
     const index = variant * layer.heads + head;
-    const values = new Uint8Array(content, 8 * count + index * height * width, height * width);
+    const values = new Uint8Array(content, 9 * count + index * height * width, height * width);
     const image = new ImageData(width, height);
     const pixels = new Uint32Array(image.data.buffer);
     for (let i = 0; i < values.length; i++) pixels[i] = COLOURS[values[i]];
     canvas.getContext("2d").putImageData(image, 0, 0);
     const [least, most] = [0, 4].map((at) => ranges.getFloat32(8 * index + at, true));
-    caption.textContent = `${short(least)} to ${short(most)}`;
+    const judged = JUDGED[new Uint8Array(content, 8 * count + index, 1)[0]];
+    caption.textContent = `${judged}${short(least)} to ${short(most)}`;
   }
 }
 
