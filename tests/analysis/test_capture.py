@@ -32,13 +32,15 @@ def explicit_matrix(layer: SoftLayer) -> torch.Tensor:
     """The n x n matrix, by letting the definition attend to an identity."""
     values = torch.eye(layer.tokens).double().expand(1, layer.heads, -1, -1)
     q, landmarks = layer.queries[None].double(), layer.landmarks[None].double()
-    inverse = InverseSettings.newton(layer.iterations, layer.start, layer.ridge)
+    inverse = InverseSettings.of(
+        layer.method, layer.iterations, layer.start, layer.ridge, layer.order
+    )
     settings = AttentionSettings(layer.scale, layer.normalize, inverse)
     out = reference.soft_attention(Inputs(q, None, values, landmarks), settings)
     return layer.share * out[0]
 
 
-@pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny", "softpp_vit_small"])
+@pytest.mark.parametrize("name", ["softfree_tiny", "soft_tiny", "softpp_tiny", "softpp_vit_small"])
 @pytest.mark.parametrize("landmarks", ["conv", "average:9", "random:9"])
 def test_rows_are_those_of_the_explicit_matrix(name, landmarks):
     layers = capture(name, landmarks=landmarks).soft_layers
@@ -48,8 +50,10 @@ def test_rows_are_those_of_the_explicit_matrix(name, landmarks):
         )
 
 
-@pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny_release", "softpp_vit_small"])
-@pytest.mark.parametrize("landmarks", ["conv", "conv:4"])
+@pytest.mark.parametrize(
+    "name", ["softfree_tiny", "soft_tiny", "softpp_tiny_release", "softpp_vit_small"]
+)
+@pytest.mark.parametrize("landmarks", ["conv", "average:4"])
 def test_captured_rows_times_values_are_what_each_layer_computed(name, landmarks):
     """The factors must be those that the layer used."""
     model = small(name, landmarks=landmarks).eval()

@@ -54,7 +54,7 @@ def test_the_checkpoint_is_named_as_it_is(trained, tmp_path, capsys):
 def test_arguments_of_the_model_may_differ_from_the_training(trained, tmp_path):
     """At 96 pixels stage 1 has nine landmarks, or one."""
     losses = []
-    for kwargs in ([], ["--model-kwargs", "landmarks=conv:1"]):
+    for kwargs in ([], ["--model-kwargs", "landmarks=average:1"]):
         file = tmp_path / f"{len(losses)}.csv"
         argv = ["--checkpoint", trained / "best", "--img-size", 96, "--csv", file]
         assert run(*argv, *kwargs) == 0

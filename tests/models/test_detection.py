@@ -27,7 +27,7 @@ def targets(*counts: int) -> list[dict]:
 @pytest.mark.parametrize("create", DETECTORS)
 @pytest.mark.parametrize("amp", [False, True])
 def test_training_gives_finite_losses_also_for_an_image_without_objects(create, amp):
-    model = create("softpp_tiny", 4, **SMALL).train()
+    model = create("softfree_tiny", 4, **SMALL).train()
     images = [torch.rand(3, 64, 80), torch.rand(3, 64, 80)]
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
         losses = model(images, targets(2, 0))

@@ -62,8 +62,8 @@ def test_pytorchs_exporter_alone_is_right_at_sizes_that_32_does_not_divide(tmp_p
 
 
 @pytest.mark.slow
-def test_a_model_that_solves_is_exported_without_a_factorisation(tmp_path):
-    model = small("softpp_tiny", inverse="solve", depths=(1, 1, 1, 1)).eval()
+def test_our_own_model_is_exported_without_a_factorisation(tmp_path):
+    model = small("softfree_tiny", landmarks="average:4").eval()
     export_onnx(model, tmp_path / "m.onnx", img_size=64, metadata=METADATA)
     loaded, _ = load_onnx(tmp_path / "m.onnx")
     image = torch.randn(2, 3, 70, 91)

@@ -28,7 +28,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", ["soft_tiny", "softpp_tiny_release", "softpp_vit_small"])
+@pytest.mark.parametrize("name", ["softfree_tiny", "softpp_tiny_release", "softpp_vit_small"])
 def test_a_model_compiles_as_one_graph_for_training(name):
     model = small(name)
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
@@ -63,7 +63,7 @@ def test_a_model_compiles_to_machine_code():
 @pytest.mark.parametrize(
     ("name", "landmarks"),
     [
-        ("softpp_tiny", "average:9"),
+        ("softfree_tiny", "average:9"),
         ("soft_vit_small", "conv:9"),
         ("softpp_vit_small", "random:9"),
     ],

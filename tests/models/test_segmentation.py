@@ -21,7 +21,7 @@ def test_logits_have_a_quarter_of_the_image_and_the_auxiliary_a_sixteenth(size):
 
 
 def test_every_parameter_takes_part_in_training():
-    model = upernet("softpp_tiny", 5, width=16, backbone_kwargs=PYRAMID)
+    model = upernet("softfree_tiny", 5, width=16, backbone_kwargs=PYRAMID)
     logits, auxiliary = model(torch.randn(2, 3, 64, 64))
     (logits.sum() + auxiliary.sum()).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
