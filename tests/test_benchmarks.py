@@ -123,3 +123,14 @@ def test_in_twins_control_nothing_passes_from_cell_to_cell():
     other = x.clone()
     other[:, 1:] = 0
     assert torch.equal(model(x)[:, 0], model(other)[:, 0])
+
+
+def test_a_vit_is_measured_before_and_after_its_attention_is_replaced(monkeypatch):
+    script = load("replaced_vit")
+    few = (torch.randn(64, 1, 16, 16), torch.randint(10, (64,)))
+    monkeypatch.setattr(script, "digits", lambda seed: (few, few))
+    words = script.measure(epochs=1, further=1, seed=0)
+    assert [word.split("%")[0].rpartition(" ")[0] for word in words] == [
+        "softmax 1 epochs", "replaced", "1 epochs later", "softmax 1 epochs later",
+        "1 epochs from random weights",
+    ]  # fmt: skip

@@ -153,7 +153,8 @@ class MultiheadSoftAttention(SoftHeads):
         if attn_mask is not None or is_causal:
             given = "attn_mask" if attn_mask is not None else "is_causal=True"
             raise ValueError(f"{given}: {NOT_CAUSAL}")
-        itself = query is key is value and self.k_proj is None
+        # Values may be others: of detectors, positions are added to queries and keys alone.
+        itself = query is key and self.k_proj is None
         batched = query.ndim == 3
         tokens = [self._batch_first(t) for t in (query, key, value)]
         query, key, value = tokens

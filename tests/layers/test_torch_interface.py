@@ -71,8 +71,9 @@ def test_batches_come_second_by_default_and_may_be_left_out():
 
 
 def test_a_copy_of_the_keys_as_query_changes_nothing():
-    mine, x = layer(), tokens(30)
+    mine, x, v = layer(), tokens(30), tokens(30)
     torch.testing.assert_close(mine(x, x.clone(), x.clone())[0], mine(x, x, x)[0])
+    torch.testing.assert_close(mine(x, x.clone(), v)[0], mine(x, x, v)[0])
 
 
 @pytest.mark.parametrize("dims", [dict(kdim=5, vdim=7), dict(kdim=5), dict(vdim=7)])
