@@ -164,7 +164,8 @@ def capture(model: nn.Module, *example: Any, most: int = 4) -> Captured:
 
     The graphs read the weights where they lie, so these may change in place (``load_state_dict``); where they have
     moved (``model.to(...)``), graphs are captured anew. Replaced layers and hooks are not noticed: capture again. Between
-    calls the graphs together keep the memory of one call, that of the largest, and their inputs and results.
+    calls the graphs together keep the memory of one call, that of the largest, and their inputs and results. Under
+    autocast a graph casts the weights at each call; ``model.bfloat16()`` saves that.
 
     Args:
         model: in ``eval()`` mode.

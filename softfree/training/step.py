@@ -122,8 +122,16 @@ class GraphedStep(Step):
             names.extend(numbers)
             return torch.stack([x.float() for x in numbers.values()])
 
+        state = self.optimizer.optimizer.state
+        known = len(state)
         with explained("`cuda_graph`: the step of this model"):
             replay = self.recorder.record(body)
+        if len(state) > known:
+            # Its state was made in the capture, and each replay would make it anew.
+            raise ValueError(
+                f"`cuda_graph`: a parameter has its first gradient after {WARM_UP} passes; this model "
+                "trains without"
+            )
         return names, replay
 
 

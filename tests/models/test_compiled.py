@@ -145,3 +145,28 @@ def test_the_compiler_takes_what_is_remembered_of_a_device_for_a_constant():
         warnings.simplefilter("error")
         compiled = torch.compile(function, backend="eager", fullgraph=True)
         assert compiled(torch.zeros(2, device=device)).tolist() == [1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("train", [False, True])
+def test_on_a_gpu_reduce_overhead_gives_what_the_model_gives(train, recwarn):
+    model = small("softpp_tiny").cuda().train(train)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    for _ in range(4):
+        x = torch.randn(4, 3, 64, 64, device="cuda")
+        found = []
+        for network in (compiled, model):
+            torch.compiler.cudagraph_mark_step_begin()
+            model.zero_grad()
+            with torch.set_grad_enabled(train), torch.autocast("cuda", torch.bfloat16):
+                logits = network(x)
+            if train:
+                logits.float().square().mean().backward()
+                norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                found.append((logits.detach().clone().float(), norm))
+            else:
+                found.append((logits.clone().float(),))
+        torch.testing.assert_close(*found, rtol=5e-2, atol=5e-2)
+    ours = [str(w.message) for w in recwarn if "lru_cache" in str(w.message)]
+    assert not ours

@@ -162,6 +162,21 @@ def test_a_step_that_asks_for_a_number_is_refused_in_a_sentence(tmp_path, tape):
         run_graphed(tmp_path, Asking())
 
 
+def test_a_parameter_that_comes_into_play_late_is_refused(tmp_path, tape):
+    class Late(Prepared):
+        def build_model(self):
+            model = super().build_model()
+            model.late = torch.nn.Parameter(torch.ones(()))
+            return model
+
+        def train_step(self, model, batch):
+            loss, others = super().train_step(model, batch)
+            return loss * model.late if self.calls > WARM_UP else loss, others
+
+    with pytest.raises(ValueError, match="a parameter has its first gradient after 3 passes"):
+        run_graphed(tmp_path, Late())
+
+
 ALONE = RunSettings(cuda_graph=True)
 
 
