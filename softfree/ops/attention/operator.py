@@ -16,6 +16,7 @@ from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSe
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast, compute_dtype
 from softfree.ops.shared.registration import register
+from softfree.ops.shared.remembering import remembered
 from softfree.ops.shared.shapes import token_tensor
 
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -97,13 +98,8 @@ def soft_attention(
     k = None if k is q else k
     q, k, v, landmarks = map(autocast, (q, k, v, landmarks))
     inputs = Inputs(q, k, v, landmarks, key_mask, landmark_mask)
-    _check_tensors(inputs)
-    settings = AttentionSettings(
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        normalize=bool(normalize),
-        inverse=InverseSettings.of(inverse, iterations, start, ridge, order),
-    )
-    settings.check()
+    _check(inputs)
+    settings = _settings(q.shape[-1], scale, normalize, inverse, iterations, start, ridge, order)
     check_backend(backend)
     if backend == "reference" or devices.exporting():
         return reference.soft_attention(inputs, settings, exportable=backend != "reference")
@@ -146,6 +142,47 @@ def _implementation(backend: str) -> Any:
 
         return launch
     return chunked
+
+
+@remembered
+def _settings(
+    channels: int,
+    scale: float | None,
+    normalize: bool,
+    inverse: str,
+    iterations: int,
+    start: str,
+    ridge: float | None,
+    order: int,
+) -> AttentionSettings:
+    settings = AttentionSettings(
+        scale=1 / math.sqrt(channels) if scale is None else scale,
+        normalize=bool(normalize),
+        inverse=InverseSettings.of(inverse, iterations, start, ridge, order),
+    )
+    settings.check()
+    return settings._replace(scale=float(settings.scale))
+
+
+_CHECKED: set[tuple] = set()
+
+
+def _check(inputs: Inputs) -> None:
+    """Raise if the tensors don't fit; sizes, dtypes and devices that did are not looked at again."""
+    if torch.compiler.is_compiling():
+        _check_tensors(inputs)
+        return
+    try:
+        kinds = (*[None if t is None else (t.shape, t.dtype, t.device) for t in inputs],)
+        if kinds in _CHECKED:
+            return
+    except (AttributeError, TypeError):  # what is no tensor, or has a symbolic size
+        kinds = ()
+    _check_tensors(inputs)
+    if kinds:
+        if len(_CHECKED) >= 1024:
+            _CHECKED.clear()
+        _CHECKED.add(kinds)
 
 
 def _check_tensors(inputs: Inputs) -> None:

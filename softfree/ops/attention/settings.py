@@ -36,7 +36,7 @@ class InverseSettings(NamedTuple):
             ridge = SOLVE_RIDGE.get(order, 0.0) if method == "solve" else 0.0
         settings = cls(method, iterations, start, ridge, order)
         settings.check()
-        return settings
+        return settings._replace(ridge=float(ridge))
 
     @classmethod
     def solve(cls, ridge: float | None, order: int) -> "InverseSettings":
@@ -46,9 +46,7 @@ class InverseSettings(NamedTuple):
     @classmethod
     def newton(cls, iterations: int, start: str, ridge: float) -> "InverseSettings":
         """Of Newton's iteration, checked."""
-        settings = cls("newton", iterations, start, ridge)
-        settings.check()
-        return settings
+        return cls.of("newton", iterations, start, ridge, cls().order)
 
     def check(self) -> None:
         """Raise if a setting makes no sense."""

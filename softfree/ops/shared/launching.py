@@ -1,9 +1,9 @@
 """Launches of Triton's kernels that cost their host little.
 
 ``kernel[grid](...)`` looks at every argument of every launch to find out which compiled kernel it needs. Here that is
-done once: a launch equal to an earlier one in all but where its tensors lie goes straight to the kernel that Triton
-took then. Equal means the same kernel, GPU, values and options, and tensors of the same dtypes, each at a multiple of
-16 bytes or not: no less than Triton looks at.
+done once: a :class:`Launch` has everything but the tensors, and asks Triton again only where these have other dtypes,
+another GPU, or lie at a multiple of 16 bytes where they did not, all that Triton looks at. :func:`launch` finds the
+:class:`Launch` of equal arguments, for callers that do not keep it.
 
 What this relies on inside Triton is known for version 3.6. Other versions, the interpreter, and launches that someone's
 hooks want to see go the ordinary way.
@@ -23,57 +23,74 @@ ALIGNMENT = 16
 
 
 class Compiled(NamedTuple):
-    """A kernel as Triton compiled it, and what its launcher wants beside grid, stream and arguments."""
+    """A kernel as Triton compiled it: its launcher, and what that wants to know of it."""
 
     run: Callable[..., None]
     function: int
     metadata: Any
-    constants: tuple[
-        None, ...
-    ]  # in the place of compile-time arguments, which it takes and does not read
 
 
-_remembered: dict[tuple, Compiled] = {}
+class Launch:
+    """``kernel[grid](*tensors, *values, **options)``, on the current GPU, as a function of the tensors."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], values: Sequence, **options: Any):
+        self.kernel, self.grid, self.values, self.options = kernel, grid, values, options
+        self.compiled: dict[tuple, Compiled] = {}
+        self.three_axes = (*grid, 1, 1)[:3]
+        self.rest: tuple = ()
+
+    def __call__(self, *tensors: Tensor) -> None:
+        gpu = _gpu(tensors[0])
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        key = (
+            gpu,
+            *[tensor.dtype for tensor in tensors],
+            *[address % ALIGNMENT == 0 for address in addresses],
+        )
+        compiled = self.compiled.get(key)
+        if compiled is None or self.kernel.pre_run_hooks or _hooked():
+            launched = self.kernel[self.grid](*tensors, *self.values, **self.options)
+            if gpu is not None and KNOWN_VERSION and isinstance(launched, CompiledKernel):
+                self._remember(key, launched, len(tensors))
+            return
+        run, function, metadata = compiled
+        run(
+            *self.three_axes,
+            _stream(gpu),
+            function,
+            metadata,
+            None,
+            None,
+            None,
+            *addresses,
+            *self.rest,
+        )
+
+    def _remember(self, key: tuple, launched: CompiledKernel, tensors: int) -> None:
+        """Keep what Triton launched, if arguments of compile time are the last, as its launcher takes them."""
+        given = tensors + len(self.values)
+        at_compile_time = [parameter.is_constexpr for parameter in self.kernel.params]
+        count = len(at_compile_time) - given
+        if at_compile_time == [False] * given + [True] * count:
+            self.rest = (*self.values, *(None,) * count)  # which are there, and not read
+            self.compiled[key] = Compiled(launched.run, launched.function, launched.packed_metadata)
+
+
+_launches: dict[tuple, Launch] = {}
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], values: Sequence, **options: Any
 ) -> None:
     """As ``kernel[grid](*tensors, *values, **options)``, on the current GPU."""
-    gpu = _gpu(tensors[0])
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    key = (
-        kernel,
-        gpu,
-        *values,
-        *map(type, values),  # 1, 1.0 and True are equal
-        *options.items(),
-        *[tensor.dtype for tensor in tensors],
-        *[address % ALIGNMENT for address in addresses],
-    )
-    compiled = _remembered.get(key)
-    if compiled is None or kernel.pre_run_hooks or _hooked():
-        launched = kernel[grid](*tensors, *values, **options)
-        if gpu is not None and KNOWN_VERSION and isinstance(launched, CompiledKernel):
-            _remember(key, kernel, launched, len(tensors) + len(values))
-        return
-    x, y, z = (*grid, 1, 1)[:3]
-    compiled.run(
-        x, y, z, _stream(gpu), compiled.function, compiled.metadata, None, None, None,
-        *addresses, *values, *compiled.constants,
-    )  # fmt: skip
-
-
-def _remember(key: tuple, kernel: Any, launched: CompiledKernel, given: int) -> None:
-    """Keep what Triton launched, if compile-time arguments come after those ``given`` for each launch."""
-    at_compile_time = [parameter.is_constexpr for parameter in kernel.params]
-    constants = (None,) * (len(at_compile_time) - given)
-    if at_compile_time == [False] * given + [True] * len(constants):
-        if len(_remembered) >= MOST:
-            _remembered.clear()
-        _remembered[key] = Compiled(
-            launched.run, launched.function, launched.packed_metadata, constants
-        )
+    # With the values' types: 1, 1.0 and True are equal.
+    key = (kernel, grid, *values, *map(type, values), *options.items())
+    known = _launches.get(key)
+    if known is None:
+        if len(_launches) >= MOST:
+            _launches.clear()
+        known = _launches[key] = Launch(kernel, grid, values, **options)
+    known(*tensors)
 
 
 def _gpu(tensor: Tensor) -> int | None:

@@ -28,7 +28,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def autocast(x: Any) -> Any:
     """A tensor in :func:`autocast_dtype`; what is none as it is."""
-    return x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(autocast_dtype(x))
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:

@@ -39,5 +39,8 @@ def token_tensor(like: Tensor, channels: int) -> Tensor:
 
     Merging the heads of such a tensor, ``transpose(1, 2).flatten(2)``, is a view.
     """
-    batch, heads, tokens = like.shape[:3]
-    return like.new_empty(batch, tokens, heads, channels).transpose(1, 2)
+    batch, heads, tokens, _ = like.shape
+    row = heads * channels
+    return like.new_empty_strided(
+        (batch, heads, tokens, channels), (tokens * row, channels, row, 1)
+    )

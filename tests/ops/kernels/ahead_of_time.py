@@ -126,6 +126,7 @@ def compile_value_conv(dtype: torch.dtype, kernel: int, side: int, d: int) -> No
 def compile_call(architecture: int = 90, **settings) -> None:
     global ARCHITECTURE
     ARCHITECTURE = architecture
+    launch.remembered_call.cache_clear()
     dtype = getattr(torch, settings.get("dtype", "bfloat16"))
     if "stride" in settings:
         compile_window_product(dtype, settings["stride"], settings["d"])

@@ -45,7 +45,7 @@ def a_gpu(monkeypatch):
     place = SimpleNamespace(gpu=0, stream=7)
     monkeypatch.setattr(launching, "_gpu", lambda tensor: place.gpu)
     monkeypatch.setattr(launching, "_stream", lambda gpu: place.stream)
-    monkeypatch.setattr(launching, "_remembered", {})
+    monkeypatch.setattr(launching, "_launches", {})
     monkeypatch.setattr(launching, "CompiledKernel", StubCompiled)
     monkeypatch.setattr(launching, "KNOWN_VERSION", True)
     return place
@@ -157,7 +157,7 @@ def test_launches_remembered_are_bounded(kernel, tensors, monkeypatch):
     monkeypatch.setattr(launching, "MOST", 10)
     for size in range(95):
         launch(kernel, (5,), tensors, (size, 0.5), BLOCK=16)
-        assert len(launching._remembered) <= 10
+        assert len(launching._launches) <= 10
 
 
 def test_threads_launch_what_they_asked_for(kernel, tensors, monkeypatch):

@@ -7,6 +7,7 @@ tile by tile, and the backward then takes two passes more: spread_tiled_backward
 their own) and spread_backward for dL alone.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSe
 from softfree.ops.attention.solve import inverse_factor
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
-from softfree.ops.shared.launching import launch
+from softfree.ops.shared.launching import Launch, launch
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
 
 # Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
@@ -109,13 +110,14 @@ class _Shape(NamedTuple):
     hopper: bool
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, landmarks: Tensor) -> "_Shape":
-        batch, heads, m, d = landmarks.shape
-        d_v = v.shape[3]
-        sixteen_bit = q.dtype.itemsize == 2
+    def of(
+        cls, landmarks: torch.Size, d_v: int, dtype: torch.dtype, device: torch.device
+    ) -> "_Shape":
+        batch, heads, m, d = landmarks
+        sixteen_bit = dtype.itemsize == 2
         blocks = block(m), block(d), block(d_v)
-        hopper = devices.is_hopper(q.device)
-        fits = _fits(q, blocks[0], max(blocks[1:]))
+        hopper = devices.is_hopper(device)
+        fits = _fits(dtype, hopper, blocks[0], max(blocks[1:]))
         tile_m = blocks[0] if fits else LANDMARK_TILE[_generation(hopper)]
         return cls(batch, heads, m, d, d_v, *blocks, tile_m, sixteen_bit, hopper)
 
@@ -157,18 +159,23 @@ def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, 
 
     Where one program makes it that is a lower triangle, and of a solve also the normalisation.
     """
-    batch, heads, m, _ = landmarks.shape
-    if _fused(m, devices.is_hopper(landmarks.device)):
+    return _inverse_shape(landmarks.shape, devices.is_hopper(landmarks.device), settings)
+
+
+def _inverse_shape(
+    landmarks: torch.Size, hopper: bool, settings: AttentionSettings
+) -> tuple[int, ...]:
+    batch, heads, m, _ = landmarks
+    if _fused(m, hopper):
         return batch, heads, m * (m + (1 if settings.inverse.method == "newton" else 3)) // 2
     return batch, heads, m, m
 
 
-def _fits(q: Tensor, block_m: int, widest: int) -> bool:
+def _fits(dtype: torch.dtype, hopper: bool, block_m: int, widest: int) -> bool:
     """Whether a program of a token pass can hold all landmarks, by what the compiler reports it needs."""
     if block_m > MAX_LANDMARKS_AT_ONCE:
         return False
-    hopper = devices.is_hopper(q.device)
-    if q.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return block_m * widest <= (128 * 128 if hopper else 64 * 64)
     # The other dtypes keep W and dU in float32, and float32 its tokens split in two.
     if not hopper:
@@ -177,35 +184,57 @@ def _fits(q: Tensor, block_m: int, widest: int) -> bool:
 
 
 class _Call:
-    """A call prepared for the kernels: tokens by rows, masks as bytes, and options that kernels share."""
+    """What follows from sizes, strides and settings: blocks, grids, and the kernels' launches but for their tensors.
 
-    def __init__(self, inputs: Inputs, settings: AttentionSettings):
-        q, k, v, landmarks, key_mask, landmark_mask = inputs
-        self.settings = settings
+    Made once, by :func:`_call`; a property is computed where it is first needed.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[torch.Size, torch.Size | None, torch.Size, torch.Size],
+        masks: tuple[bool, bool],
+        dtype: torch.dtype,
+        device: torch.device,
+        settings: AttentionSettings,
+        strides: dict[str, tuple[int, ...]],
+    ):
+        q, k, v, landmarks = sizes
+        self.settings, self.device, self.strides = settings, device, strides
         self.newton = settings.inverse.method == "newton"
-        self.shape = _Shape.of(q, v, landmarks)
+        self.shape = shape = _Shape.of(landmarks, v[3], dtype, device)
         self.cross = k is not None
-        self.q, self.v = _rows(q), _rows(v)
-        self.keys = self.q if k is None else _rows(k)
-        self.landmarks = landmarks.contiguous()
-        # Where there is no mask, a pointer that the kernels do not read.
-        self.key_mask, self.landmark_mask = (
-            q if mask is None else mask.contiguous().view(torch.uint8)
-            for mask in (key_mask, landmark_mask)
-        )
-        self.has_key_mask, self.has_landmark_mask = key_mask is not None, landmark_mask is not None
+        self.n, self.n_k = q[2], v[2]
+        self.has_key_mask, self.has_landmark_mask = masks
         self.scale = settings.scale
         self.log2_scale = settings.scale * math.log2(math.e)
-        self.flags = _flags(q)
+        self.flags = _flags(dtype, shape.d)
         self.blocks = dict(
-            BLOCK_M=self.shape.block_m, BLOCK_D=self.shape.block_d, BLOCK_C=self.shape.block_c,
+            BLOCK_M=shape.block_m, BLOCK_D=shape.block_d, BLOCK_C=shape.block_c,
             HAS_LANDMARK_MASK=self.has_landmark_mask,
         )  # fmt: skip
+        self.small = (shape.rows, shape.m, shape.d_v)  # of W and dU
+        self.inverse = _inverse_shape(landmarks, shape.hopper, settings)
+        self.sums = sums_shape(*(torch.empty(size, device="meta") for size in (v, landmarks)))
+        self.keeps_sums = math.prod(self.sums) > 0
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Of queries and keys."""
-        return self.q.shape[2], self.keys.shape[2]
+    @functools.cached_property
+    def one_launch(self) -> bool:
+        """Whether one kernel does all: few tokens per head, and few heads."""
+        shape, n = self.shape, max(self.n, self.n_k)
+        count = devices.processors(self.device)
+        fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS
+        few = any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
+        return self.newton and fits and few
+
+    def deal(self, n: int, tile: Tile) -> tuple[int, int]:
+        """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
+        tiles = tiles_of(n, tile.tokens)
+        wanted = tiles_of(tile.programs * devices.processors(self.device), self.shape.rows)
+        stretch = tiles_of(tiles, min(tiles, wanted)) * tile.tokens
+        return tiles_of(n, stretch), stretch
+
+    def strides_of(self, *names: str) -> list[int]:
+        return [stride for name in names for stride in self.strides[name][:3]]
 
     def token_pass(self, tile: Tile) -> dict[str, Any]:
         """What a pass over the tokens is compiled with."""
@@ -215,13 +244,14 @@ class _Call:
         )  # fmt: skip
 
     def short(self, kernel: str) -> dict[str, Any]:
-        """What the one kernel of a short input is compiled with."""
+        """What a kernel that does all in one is compiled with."""
         tile = _tile(kernel, self.shape)
         return self.blocks | self.flags | dict(
             BLOCK_N=tile.tokens, HAS_KEY_MASK=self.has_key_mask, NORMALIZE=self.settings.normalize,
             num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
         )  # fmt: skip
 
+    @property
     def steps(self) -> dict[str, bool]:
         """How a program takes Newton's steps."""
         inverse = self.settings.inverse
@@ -229,46 +259,276 @@ class _Call:
             HALVING=inverse.start == "halving", SPLIT=inverse.iterations <= MAX_SPLIT_ITERATIONS
         )
 
+    @functools.cached_property
+    def short_forward(self) -> Launch:
+        shape, inverse = self.shape, self.settings.inverse
+        values = (
+            shape.heads, self.n, self.n_k, shape.m, shape.d, shape.d_v,
+            *self.strides_of("q", "keys", "v", "x"), self.scale, self.log2_scale,
+            inverse.iterations, inverse.ridge,
+        )  # fmt: skip
+        options = self.short("short_forward") | self.steps
+        return Launch(short_forward_kernel, (shape.rows,), values, **options)
+
+    @functools.cached_property
+    def query_parts(self) -> tuple[int, ...]:
+        """The shape of dW's parts, as they are collected from the queries."""
+        count, _ = self.deal(self.n, _tile("collect", self.shape))
+        return self.shape.rows, count, self.shape.m, self.shape.d_v
+
+    @functools.cached_property
+    def key_parts(self) -> tuple[int, ...]:
+        """The shape of U's parts, as they are collected from the keys."""
+        count, _ = self.deal(self.n_k, _tile("collect", self.shape))
+        return self.shape.rows, count, self.shape.m, self.shape.d_v
+
+    @functools.cached_property
+    def collect_values(self) -> Launch:
+        """U = kappa(L, K) V, in parts."""
+        return self._collect("keys", self.n_k, "v", "v")
+
+    @functools.cached_property
+    def collect_values_beside(self) -> Launch:
+        """The same, begun while the kernel before it runs, and ended after it."""
+        return self._collect("keys", self.n_k, "v", "v", OVERLAP=True, launch_pdl=True)
+
+    @functools.cached_property
+    def collect_gradient(self) -> Launch:
+        """dW = kappa(L, Q) G, in parts."""
+        return self._collect("q", self.n, "grad", "grad")
+
+    @functools.cached_property
+    def collect_both(self) -> Launch:
+        """Where the queries are the keys."""
+        return self._collect("q", self.n, "grad", "v")
+
+    def _collect(self, tokens: str, n: int, first: str, second: str, **beside: bool) -> Launch:
+        shape, tile = self.shape, _tile("collect", self.shape)
+        count, stretch = self.deal(n, tile)
+        values = (
+            shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
+            *self.strides_of(tokens, first, second), self.log2_scale,
+        )  # fmt: skip
+        keys = second == "v"  # the mask is for U alone
+        return Launch(
+            collect_kernel, (shape.rows * count, shape.tiles), values,
+            QUERIES=first == "grad", KEYS=keys, HAS_KEY_MASK=self.has_key_mask and keys,
+            **dict(OVERLAP=False) | beside, **self.token_pass(tile),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def panel(self) -> int:
+        """Of an inverse beyond the registers; 0 for one that fits them."""
+        return 32 if self.shape.block_m > MAX_LANDMARKS_IN_REGISTERS else 0
+
+    @functools.cached_property
+    def mix(self) -> Launch:
+        """The inverse, W = Y' U and, where it is kept, U."""
+        shape, settings, parts = self.shape, self.settings, self.key_parts[1]
+        values = (
+            shape.heads, shape.m, shape.d, shape.d_v, parts, self.scale,
+            settings.inverse.iterations, settings.inverse.ridge,
+        )  # fmt: skip
+        return Launch(
+            mixing_kernel, (shape.rows,), values,
+            PARTS=_parts_at_once(parts, shape.block_m, shape.block_c), PANEL=self.panel,
+            FLOAT32=self.flags["FLOAT32"], KEEP=self.keeps_sums,
+            NORMALIZE=settings.normalize, **self.blocks, **self.steps,
+            num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def overlap(self) -> bool:
+        """Whether the next kernel runs beside the factorisation, of which it needs nothing."""
+        return self.shape.tiles == 1 and devices.can_overlap(self.device)
+
+    @functools.cached_property
+    def factor(self) -> Launch:
+        """The inverse Cholesky factor."""
+        shape = self.shape
+        tile, warps = FACTOR_TILE[shape.block_m > 64]
+        values = (shape.heads, shape.m, shape.d, self.scale, self.settings.inverse.ridge)
+        registers = {"maxnreg": 168} if warps == 1 and not devices.interpreted() else {}
+        return Launch(
+            factor_kernel, (shape.rows,), values,
+            COUNT=tiles_of(shape.m, tile), TILE=tile, BLOCK_D=shape.block_d,
+            HAS_LANDMARK_MASK=self.has_landmark_mask, NORMALIZE=self.settings.normalize,
+            FLOAT32=self.flags["FLOAT32"], OVERLAP=self.overlap, num_warps=warps, **registers,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def solve(self) -> Launch:
+        """W = Y' U and, where it is kept, U."""
+        shape, inverse, parts = self.shape, self.settings.inverse, self.key_parts[1]
+        values = (shape.m, shape.d_v, parts, inverse.ridge)
+        return Launch(
+            solve_kernel, (shape.rows,), values, BLOCK_M=shape.block_m, BLOCK_C=shape.block_c,
+            PARTS=_parts_at_once(parts, shape.block_m, shape.block_c),
+            NORMALIZE=self.settings.normalize, ORDER=inverse.order, KEEP=self.keeps_sums,
+            num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def spread(self) -> Launch:
+        """X = kappa(Q, L) W."""
+        shape, n, tile = self.shape, self.n, _tile("spread", self.shape)
+        sizes = (shape.heads, n, shape.m, shape.d, shape.d_v)
+        strides = (*self.strides_of("q", "x"), self.log2_scale)
+        options = self.token_pass(tile)
+        if shape.tiles > 1:
+            grid = (shape.rows * tiles_of(n, tile.tokens),)
+            return Launch(spread_tiled_kernel, grid, (*sizes, *strides), **options)
+        count, stretch = self.deal(n, tile)
+        values = (*sizes, count, stretch, *strides)
+        return Launch(spread_kernel, (shape.rows * count,), values, **options)
+
+    @functools.cached_property
+    def short_backward(self) -> Launch:
+        values = (*self.backward_sizes, *self.backward_strides, self.scale, self.log2_scale)
+        options = self.short("short_backward") | dict(CROSS=self.cross)
+        return Launch(short_backward_kernel, (self.shape.rows,), values, **options)
+
+    @property
+    def backward_sizes(self) -> tuple[int, ...]:
+        shape = self.shape
+        return shape.heads, self.n, self.n_k, shape.m, shape.d, shape.d_v
+
+    @property
+    def backward_strides(self) -> list[int]:
+        return self.strides_of("grad", "q", "keys", "v", "grad_q", "grad_k", "grad_v")
+
+    @functools.cached_property
+    def landmark_parts(self) -> tuple[int, int, int, int]:
+        """How many parts dL has, how many of them from queries, and the tokens of each of these and of the others."""
+        tile = _tile("spread_backward", self.shape)
+        stretches, stretch = self.deal(self.n, tile)
+        key_stretches, key_stretch = self.deal(self.n_k, tile) if self.cross else (0, 0)
+        return stretches + key_stretches, stretches, stretch, key_stretch
+
+    @functools.cached_property
+    def mixing_backward(self) -> Launch:
+        """W, dU and the inverse's part of dL."""
+        shape, settings = self.shape, self.settings
+        parts = 1 if self.keeps_sums else self.key_parts[1], self.query_parts[1]
+        values = (
+            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + self.landmark_parts[0],
+            shape.tiles, self.scale, settings.inverse.ridge,
+        )  # fmt: skip
+        return Launch(
+            mixing_backward_kernel, (shape.rows,), values,
+            ORDER=0 if self.newton else settings.inverse.order,
+            PARTS=_parts_at_once(max(parts), shape.block_m, shape.block_c),
+            NORMALIZE=settings.normalize, FLOAT32=self.flags["FLOAT32"], **self.blocks,
+            num_warps=_tile("mixing_backward", shape).warps, **as_for_ampere(),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def spread_backward(self) -> Launch:
+        """dL and, of landmarks that fit a program, dQ, dK and dV."""
+        shape, (parts, *stretches) = self.shape, self.landmark_parts
+        values = (
+            *self.backward_sizes, parts, *stretches, *self.backward_strides,
+            self.scale, self.log2_scale,
+        )  # fmt: skip
+        return Launch(
+            spread_backward_kernel, (shape.rows * parts, shape.tiles), values,
+            PARTS=_parts_at_once(1 + parts, shape.tile_m, shape.block_d), CROSS=self.cross,
+            WRITE=shape.tiles == 1, HAS_KEY_MASK=self.has_key_mask,
+            **self.token_pass(_tile("spread_backward", shape)),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def spread_tiled_backward(self) -> Launch:
+        """dQ, and dV where the queries are the keys, of landmarks in tiles."""
+        return self._spread_tiled("q", "grad_q", self.n, queries=True, keys=not self.cross)
+
+    @functools.cached_property
+    def spread_tiled_keys_backward(self) -> Launch:
+        """dK and dV of keys of their own."""
+        return self._spread_tiled("keys", "grad_k", self.n_k, queries=False, keys=True)
+
+    def _spread_tiled(self, tokens: str, out: str, n: int, *, queries: bool, keys: bool) -> Launch:
+        shape, tile = self.shape, _tile("spread_backward", self.shape)
+        values = (
+            shape.heads, n, shape.m, shape.d, shape.d_v,
+            *self.strides_of(tokens, "grad", "v", out, "grad_v"), self.scale, self.log2_scale,
+        )  # fmt: skip
+        return Launch(
+            spread_tiled_backward_kernel, (shape.rows * tiles_of(n, tile.tokens),), values,
+            QUERIES=queries, KEYS=keys, HAS_KEY_MASK=self.has_key_mask and keys,
+            **self.token_pass(tile),
+        )  # fmt: skip
+
+
+def _call(inputs: Inputs, settings: AttentionSettings, **tokens: Tensor) -> _Call:
+    """The call of these sizes and settings, and of these tokens' strides."""
+    q, k, v, landmarks, key_mask, landmark_mask = inputs
+    return remembered_call(
+        (q.shape, None if k is None else k.shape, v.shape, landmarks.shape),
+        (key_mask is not None, landmark_mask is not None),
+        q.dtype,
+        q.device,
+        settings,
+        (*tokens,),
+        (*[tensor.stride() for tensor in tokens.values()],),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def remembered_call(sizes, masks, dtype, device, settings, names, strides):
+    return _Call(sizes, masks, dtype, device, settings, dict(zip(names, strides, strict=True)))
+
+
+def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tokens by rows, the keys among them, landmarks, masks as bytes; no mask is a pointer that is not read."""
+    q, k, v, landmarks, key_mask, landmark_mask = inputs
+    q = _rows(q)
+    return (
+        q,
+        q if k is None else _rows(k),
+        _rows(v),
+        landmarks.contiguous(),
+        q if key_mask is None else key_mask.contiguous().view(torch.uint8),
+        q if landmark_mask is None else landmark_mask.contiguous().view(torch.uint8),
+    )
+
 
 def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.forward`, with the inverse in :func:`inverse_shape`."""
-    call = _Call(inputs, settings)
-    shape, q, keys, v, landmarks = call.shape, call.q, call.keys, call.v, call.landmarks
-    x = token_tensor(q, shape.d_v)
-    inverse = _float32(landmarks, *inverse_shape(landmarks, settings))
-    u = _float32(landmarks, *sums_shape(v, landmarks))
-    if x.numel() == 0:
+    q, keys, v, landmarks, key_mask, landmark_mask = _tensors(inputs)
+    x = token_tensor(q, v.shape[3])
+    call = _call(inputs, settings, q=q, keys=keys, v=v, x=x)
+    inverse, u = _float32(q, call.inverse), _float32(q, call.sums)
+    if call.shape.rows == 0:
         return x, inverse, u
-    if call.newton and _one_launch(call):
-        launch(
-            short_forward_kernel, (shape.rows,),
-            (q, keys, v, landmarks, call.key_mask, call.landmark_mask, x, inverse),
-            (
-                shape.heads, *call.lengths, shape.m, shape.d, shape.d_v,
-                *_strides(q, keys, v, x), call.scale, call.log2_scale,
-                settings.inverse.iterations, settings.inverse.ridge,
-            ),
-            **call.short("short_forward"), **call.steps(),
-        )  # fmt: skip
+    if call.one_launch:
+        call.short_forward(q, keys, v, landmarks, key_mask, landmark_mask, x, inverse)
         return x, inverse, u
-    overlap = False
-    if shape.fused and not call.newton:
-        overlap = _factor(call, inverse)
-    _, parts = _collect(call, keys, None, v, overlap)
-    if shape.fused:
-        mix = _mix if call.newton else _solve
-        w = mix(call, parts, inverse, u)
-    else:
-        sums = _sum(parts, shape)
-        u = sums if u.numel() > 0 else u
-        a = _landmark_matrix(call)
+    parts = _float32(q, call.key_parts)
+    collect = call.collect_values
+    if call.shape.fused and not call.newton:
+        call.factor(landmarks, landmark_mask, inverse)
+        collect = call.collect_values_beside if call.overlap else collect
+    collect(keys, v, v, landmarks, key_mask, landmark_mask, parts, parts)
+    if not call.shape.fused:
+        sums = _sum(parts, call.shape)
+        u = sums if call.keeps_sums else u
+        a = _landmark_matrix(call, landmarks, landmark_mask)
         inverse = (
             _newton_inverse(a, settings.inverse)
             if call.newton
             else inverse_factor(a, settings.inverse.ridge)
         )
         w = torch_mixing.mix(sums, a, inverse, settings)
-    _spread(call, w, x)
+    else:
+        w = _float32(q, call.small)
+        if call.newton:
+            side = call.shape.block_m
+            scratch = _float32(q, (call.shape.rows, 3, side, side)) if call.panel else w
+            call.mix(landmarks, landmark_mask, parts, inverse, u, w, scratch)
+        else:
+            call.solve(parts, inverse, u, w)
+    call.spread(q, landmarks, landmark_mask, w, x)
     return x, inverse, u
 
 
@@ -281,152 +541,71 @@ def backward(
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.backward`; the gradients of q and v go ``into`` tensors given."""
-    call = _Call(inputs, settings)
-    shape, q, keys, v, landmarks = call.shape, call.q, call.keys, call.v, call.landmarks
-    grad_q, grad_v = into or (token_tensor(q, shape.d), token_tensor(v, shape.d_v))
-    grad_k = token_tensor(keys, shape.d) if call.cross else q.new_empty(0)
+    tokens = q, keys, v, landmarks, key_mask, landmark_mask = _tensors(inputs)
+    grad_q, grad_v = into or (token_tensor(q, q.shape[3]), token_tensor(v, v.shape[3]))
+    grad_k = grad_q if inputs.k is None else token_tensor(keys, q.shape[3])
     grad_landmarks = torch.empty_like(landmarks)
-    if grad_q.numel() == 0:
-        return grad_q, grad_k, grad_v, grad_landmarks
     grad = _rows(grad)
-    n, n_k = call.lengths
-    tensors = (grad, q, keys, v, landmarks, call.key_mask, call.landmark_mask)
-    outputs = (grad_q, grad_k if call.cross else grad_q, grad_v)
-    sizes = (shape.heads, n, n_k, shape.m, shape.d, shape.d_v)
-    scales = (call.scale, call.log2_scale)
-    strides = _strides(grad, q, keys, v, *outputs)
-    if call.newton and _one_launch(call):
-        launch(
-            short_backward_kernel, (shape.rows,), (*tensors, inverse, *outputs, grad_landmarks),
-            (*sizes, *strides, *scales), CROSS=call.cross, **call.short("short_backward"),
-        )  # fmt: skip
-        return grad_q, grad_k, grad_v, grad_landmarks
-    if u.numel() > 0:
-        dw_parts, _ = _collect(call, q, grad, None)
+    call = _call(
+        inputs, settings, grad=grad, q=q, keys=keys, v=v, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
+    )  # fmt: skip
+    shape = call.shape
+    found = grad_q, grad_k if call.cross else q.new_empty(0), grad_v, grad_landmarks
+    if shape.rows == 0:
+        return found
+    if call.one_launch:
+        call.short_backward(grad, *tokens, inverse, grad_q, grad_k, grad_v, grad_landmarks)
+        return found
+    dw_parts = _float32(q, call.query_parts)
+    if call.keeps_sums:
         u_parts = u.view(shape.rows, 1, shape.m, shape.d_v)
-    elif not call.cross and shape.collects_both:
-        dw_parts, u_parts = _collect(call, q, grad, v)
     else:
-        dw_parts, _ = _collect(call, q, grad, None)
-        _, u_parts = _collect(call, keys, None, v)
-    tile = _tile("spread_backward", shape)
-    stretches, stretch = _deal(n, tile, shape.rows, q)
-    key_stretches, key_stretch = _deal(n_k, tile, shape.rows, q) if call.cross else (0, 0)
-    dl_parts = stretches + key_stretches
-    dl = _float32(q, shape.rows, 1 + dl_parts, shape.m, shape.d)
+        u_parts = _float32(q, call.key_parts)
+    if shape.collects_both and not call.keeps_sums and not call.cross:
+        call.collect_both(
+            q, grad, v, landmarks, key_mask, landmark_mask, dw_parts, u_parts
+        )  # fmt: skip
+    else:
+        call.collect_gradient(
+            q, grad, grad, landmarks, key_mask, landmark_mask, dw_parts, dw_parts
+        )  # fmt: skip
+        if not call.keeps_sums:
+            call.collect_values(keys, v, v, landmarks, key_mask, landmark_mask, u_parts, u_parts)
+    dl = _float32(q, (shape.rows, 1 + call.landmark_parts[0], shape.m, shape.d))
     done = torch.empty((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
     if shape.fused:
-        w, du = (_float32(q, shape.rows, shape.m, shape.d_v) for _ in range(2))
-        parts = u_parts.shape[1], dw_parts.shape[1]
-        launch(
-            mixing_backward_kernel, (shape.rows,),
-            (landmarks, call.landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done),
-            (
-                shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + dl_parts, shape.tiles,
-                call.scale, settings.inverse.ridge,
-            ),
-            ORDER=0 if call.newton else settings.inverse.order,
-            PARTS=_parts_at_once(max(parts), shape.block_m, shape.block_c),
-            NORMALIZE=settings.normalize, FLOAT32=call.flags["FLOAT32"], **call.blocks,
-            num_warps=_tile("mixing_backward", shape).warps, **as_for_ampere(),
-        )  # fmt: skip
+        w, du = _float32(q, call.small), _float32(q, call.small)
+        call.mixing_backward(landmarks, landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done)
     else:
         points, mask = landmarks.float(), inputs.landmark_mask
         if mask is not None:
             points = torch.where(mask[:, None, :, None], points, 0)
         w, du, through_inverse = torch_mixing.mixing_backward(
-            _sum(dw_parts, shape), _sum(u_parts, shape), _landmark_matrix(call), inverse, points,
-            mask, settings,
+            _sum(dw_parts, shape), _sum(u_parts, shape),
+            _landmark_matrix(call, landmarks, landmark_mask), inverse, points, mask, settings,
         )  # fmt: skip
         w, du = w.contiguous(), du.contiguous()
         dl[:, 0] = through_inverse.flatten(0, 1)
         done.zero_()
-    options = call.token_pass(tile)
+    masks = landmarks, key_mask, landmark_mask
     if shape.tiles > 1:
-        roles = [(q, grad_q, n, True, not call.cross)]
+        call.spread_tiled_backward(q, grad, v, *masks, w, du, grad_q, grad_v)
         if call.cross:
-            roles.append((keys, grad_k, n_k, False, True))
-        for tokens, out, length, as_queries, as_keys in roles:
-            launch(
-                spread_tiled_backward_kernel, (shape.rows * tiles_of(length, tile.tokens),),
-                (tokens, grad, v, landmarks, call.key_mask, call.landmark_mask, w, du, out, grad_v),
-                (
-                    shape.heads, length, shape.m, shape.d, shape.d_v,
-                    *_strides(tokens, grad, v, out, grad_v), *scales,
-                ),
-                QUERIES=as_queries, KEYS=as_keys, HAS_KEY_MASK=call.has_key_mask and as_keys,
-                **options,
-            )  # fmt: skip
-    launch(
-        spread_backward_kernel, (shape.rows * dl_parts, shape.tiles),
-        (*tensors, w, du, *outputs, dl, done, grad_landmarks),
-        (*sizes, dl_parts, stretches, stretch, key_stretch, *strides, *scales),
-        PARTS=_parts_at_once(1 + dl_parts, shape.tile_m, shape.block_d), CROSS=call.cross,
-        WRITE=shape.tiles == 1, HAS_KEY_MASK=call.has_key_mask, **options,
+            call.spread_tiled_keys_backward(keys, grad, v, *masks, w, du, grad_k, grad_v)
+    call.spread_backward(
+        grad, *tokens, w, du, grad_q, grad_k, grad_v, dl, done, grad_landmarks
     )  # fmt: skip
-    return grad_q, grad_k, grad_v, grad_landmarks
+    return found
 
 
-def _mix(call: _Call, parts: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-    """Write the inverse and U, unless that is empty; return W = Y' U."""
-    shape, settings = call.shape, call.settings
-    w = _float32(parts, shape.rows, shape.m, shape.d_v)
-    scratch, panel = w, 0
-    if shape.block_m > MAX_LANDMARKS_IN_REGISTERS:
-        scratch, panel = _float32(parts, shape.rows, 3, shape.block_m, shape.block_m), 32
-    launch(
-        mixing_kernel, (shape.rows,),
-        (call.landmarks, call.landmark_mask, parts, inverse, u, w, scratch),
-        (
-            shape.heads, shape.m, shape.d, shape.d_v, parts.shape[1], call.scale,
-            settings.inverse.iterations, settings.inverse.ridge,
-        ),
-        PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c), PANEL=panel,
-        FLOAT32=call.flags["FLOAT32"], KEEP=u.numel() > 0, NORMALIZE=settings.normalize,
-        **call.blocks, **call.steps(), num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
-    )  # fmt: skip
-    return w
-
-
-def _factor(call: _Call, factor: Tensor) -> bool:
-    """Write the inverse Cholesky factor; True if the next kernel runs beside it, which needs no part of it."""
-    shape, inverse = call.shape, call.settings.inverse
-    tile, warps = FACTOR_TILE[shape.block_m > 64]
-    overlap = shape.tiles == 1 and devices.can_overlap(call.q.device)
-    registers = {"maxnreg": 168} if warps == 1 and not devices.interpreted() else {}
-    launch(
-        factor_kernel, (shape.rows,), (call.landmarks, call.landmark_mask, factor),
-        (shape.heads, shape.m, shape.d, call.scale, inverse.ridge),
-        COUNT=tiles_of(shape.m, tile), TILE=tile, BLOCK_D=shape.block_d,
-        HAS_LANDMARK_MASK=call.has_landmark_mask, NORMALIZE=call.settings.normalize,
-        FLOAT32=call.flags["FLOAT32"], OVERLAP=overlap, num_warps=warps, **registers,
-    )  # fmt: skip
-    return overlap
-
-
-def _solve(call: _Call, parts: Tensor, factor: Tensor, u: Tensor) -> Tensor:
-    """Write U, unless that is empty; return W = Y' U."""
-    shape, inverse = call.shape, call.settings.inverse
-    w = _float32(parts, shape.rows, shape.m, shape.d_v)
-    launch(
-        solve_kernel, (shape.rows,), (parts, factor, u, w),
-        (shape.m, shape.d_v, parts.shape[1], inverse.ridge),
-        BLOCK_M=shape.block_m, BLOCK_C=shape.block_c,
-        PARTS=_parts_at_once(parts.shape[1], shape.block_m, shape.block_c),
-        NORMALIZE=call.settings.normalize, ORDER=inverse.order, KEEP=u.numel() > 0,
-        num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
-    )  # fmt: skip
-    return w
-
-
-def _landmark_matrix(call: _Call) -> Tensor:
+def _landmark_matrix(call: _Call, landmarks: Tensor, landmark_mask: Tensor) -> Tensor:
     """``A = kappa(L, L)``, (batch, heads, m, m), of landmarks too many for one program."""
-    batch, heads, m, d = call.landmarks.shape
-    a = _float32(call.landmarks, batch, heads, m, m)
+    batch, heads, m, d = landmarks.shape
+    a = _float32(landmarks, (batch, heads, m, m))
     tiles = tiles_of(m, 64)
     launch(
         landmark_matrix_kernel, (batch * heads * tiles * tiles,),
-        (call.landmarks, call.landmark_mask, a), (heads, m, d, call.scale, tiles),
+        (landmarks, landmark_mask, a), (heads, m, d, call.scale, tiles),
         BLOCK=64, HAS_LANDMARK_MASK=call.has_landmark_mask,
     )  # fmt: skip
     return a
@@ -473,74 +652,12 @@ def _split(matrices: Tensor, side: int) -> Tensor:
     return parts
 
 
-def _spread(call: _Call, w: Tensor, x: Tensor) -> None:
-    """Write ``X = kappa(Q, L) W``."""
-    shape, q, n = call.shape, call.q, call.q.shape[2]
-    tile = _tile("spread", shape)
-    tensors = (q, call.landmarks, call.landmark_mask, w, x)
-    sizes = (shape.heads, n, shape.m, shape.d, shape.d_v)
-    strides, options = _strides(q, x), call.token_pass(tile)
-    if shape.tiles > 1:
-        grid = (shape.rows * tiles_of(n, tile.tokens),)
-        launch(spread_tiled_kernel, grid, tensors, (*sizes, *strides, call.log2_scale), **options)
-    else:
-        count, stretch = _deal(n, tile, shape.rows, q)
-        values = (*sizes, count, stretch, *strides, call.log2_scale)
-        launch(spread_kernel, (shape.rows * count,), tensors, values, **options)
-
-
-def _collect(
-    call: _Call, tokens: Tensor, grad: Tensor | None, v: Tensor | None, overlap: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Parts (batch * heads, parts, m, d_v) of ``dW = kappa(L, T) G`` and ``U = kappa(L, T) V``.
-
-    Of one of them only, returned twice, where ``grad`` or ``v`` is None; the mask is for U alone. With ``overlap`` it
-    begins while the kernel before it runs, and ends after it.
-    """
-    shape, n = call.shape, tokens.shape[2]
-    tile = _tile("collect", shape)
-    count, stretch = _deal(n, tile, shape.rows, tokens)
-    given = [t for t in (grad, v) if t is not None]
-    parts = _float32(tokens, len(given), shape.rows, count, shape.m, shape.d_v)
-    launch(
-        collect_kernel, (shape.rows * count, shape.tiles),
-        (
-            tokens, given[0], given[-1], call.landmarks, call.key_mask, call.landmark_mask,
-            parts[0], parts[-1],
-        ),
-        (
-            shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
-            *_strides(tokens, given[0], given[-1]), call.log2_scale,
-        ),
-        QUERIES=grad is not None, KEYS=v is not None,
-        HAS_KEY_MASK=call.has_key_mask and v is not None, OVERLAP=overlap,
-        **({"launch_pdl": True} if overlap else {}), **call.token_pass(tile),
-    )  # fmt: skip
-    return parts[0], parts[-1]
-
-
-def _one_launch(call: _Call) -> bool:
-    """Whether one kernel does all: few tokens per head, and few heads."""
-    shape, n = call.shape, max(call.lengths)
-    count = devices.processors(call.q.device)
-    fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS
-    return fits and any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
-
-
-def _deal(n: int, tile: Tile, rows: int, like: Tensor) -> tuple[int, int]:
-    """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
-    tiles = tiles_of(n, tile.tokens)
-    wanted = tiles_of(tile.programs * devices.processors(like.device), rows)
-    stretch = tiles_of(tiles, min(tiles, wanted)) * tile.tokens
-    return tiles_of(n, stretch), stretch
-
-
 def _parts_at_once(parts: int, rows: int, columns: int) -> int:
     """How many parts of a sum a program loads together: as many as there are, while registers last."""
     return min(power_of_two(parts), max(1, 4 * 64 * 32 // (rows * columns)))
 
 
-def _float32(like: Tensor, *sizes: int) -> Tensor:
+def _float32(like: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.empty(sizes, dtype=torch.float32, device=like.device)
 
 
@@ -549,17 +666,13 @@ def _sum(parts: Tensor, shape: _Shape) -> Tensor:
     return parts.sum(1).unflatten(0, (shape.batch, shape.heads))
 
 
-def _flags(q: Tensor) -> dict:
+def _flags(dtype: torch.dtype, channels: int) -> dict[str, Any]:
     """How a token pass multiplies float32; three TF32 products are 1.3e-5 off at 128 channels, so not there."""
-    if q.dtype != torch.float32:
+    if dtype != torch.float32:
         return dict(FLOAT32=False, PRECISION="tf32")
-    return dict(FLOAT32=True, PRECISION="tf32x3" if q.shape[3] <= 64 else "ieee")
+    return dict(FLOAT32=True, PRECISION="tf32x3" if channels <= 64 else "ieee")
 
 
 def _rows(tokens: Tensor) -> Tensor:
     """Tokens whose channels lie next to each other."""
     return tokens if tokens.stride(3) == 1 else tokens.contiguous()
-
-
-def _strides(*tokens: Tensor) -> list[int]:
-    return [tensor.stride(axis) for tensor in tokens for axis in range(3)]
