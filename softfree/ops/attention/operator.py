@@ -4,6 +4,7 @@ The operator is registered as ``softfree::attention`` with its gradient ``softfr
 so ``torch.compile`` traces through it as one node and the FLOP counter knows its cost.
 """
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -96,7 +97,7 @@ def soft_attention(
         torch.Size([1, 4, 1024, 32])
     """
     k = None if k is q else k
-    q, k, v, landmarks = map(autocast, (q, k, v, landmarks))
+    q, k, v, landmarks = autocast(q, k, v, landmarks)
     inputs = Inputs(q, k, v, landmarks, key_mask, landmark_mask)
     _check(inputs)
     settings = _settings(q.shape[-1], scale, normalize, inverse, iterations, start, ridge, order)
@@ -136,6 +137,7 @@ def _choose(backend: str, inputs: Inputs) -> str:
     return "torch"
 
 
+@functools.cache  # an import, too, takes a microsecond
 def _implementation(backend: str) -> Any:
     if backend == "triton":
         from softfree.ops.attention.kernels import launch

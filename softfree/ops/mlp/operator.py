@@ -42,7 +42,7 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tenso
     """
     if not _fits(x, (weight1, bias1, weight2, bias2)):
         return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), weight2, bias2)
-    x, weight1, weight2 = map(autocast, (x, weight1, weight2))
+    x, weight1, weight2 = autocast(x, weight1, weight2)
     rows = x.reshape(-1, x.shape[-1])
     out, _ = FORWARD(rows, weight1, bias1, weight2, bias2)
     return out.view(*x.shape[:-1], out.shape[1])

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,11 +26,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def autocast(x: Any) -> Any:
-    """A tensor in :func:`autocast_dtype`; what is none as it is."""
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(autocast_dtype(x))
+def autocast(*values: Any) -> Sequence[Any]:
+    """Tensors in :func:`autocast_dtype`, as on the device of the first; what is none as it is."""
+    first = values[0]
+    if not isinstance(first, Tensor) or first.is_meta:
+        return values
+    if not torch.is_autocast_enabled(first.device.type):
+        return values
+    return [x.to(autocast_dtype(x)) if isinstance(x, Tensor) else x for x in values]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:

@@ -76,12 +76,7 @@ def register(
     def alone(*inputs: Any) -> Any:
         first = inputs[0]
         device = (first if isinstance(first, Tensor) else first[0]).device
-        with (
-            _C._AutoDispatchBelowAutograd(),
-            without_autocast(device),
-            full_precision(device),
-            devices.on(device),
-        ):
+        with without_autocast(device), full_precision(device), devices.on(device):
             return compute(*inputs)
 
     def registered(*flat: Any) -> Any:

@@ -56,7 +56,7 @@ def window_product(q: Tensor, weight: Tensor, size: tuple[int, ...]) -> Tensor:
     """
     if not _fits(q, weight):
         return _by_library(q, weight, size)
-    return FORWARD(autocast(q), weight, size[0], size[1])
+    return FORWARD(*autocast(q), weight, size[0], size[1])
 
 
 def windows(tokens: Tensor, size: tuple[int, ...], window: tuple[int, ...]) -> Tensor:

@@ -71,7 +71,7 @@ def test_a_launch_seen_before_goes_straight_to_the_compiled_kernel(kernel, tenso
 
 
 def test_grid_stream_and_addresses_are_those_of_the_launch(kernel, tensors, a_gpu):
-    launch(kernel, (5,), tensors, (3, 0.5), BLOCK=16)
+    launch(kernel, (2, 3, 4), tensors, (3, 0.5), BLOCK=16)
     a_gpu.stream = 8
     others = torch.zeros(8), torch.zeros(8)
     launch(kernel, (2, 3, 4), others, (3, 0.5), BLOCK=16)
@@ -99,6 +99,7 @@ def halved(tensors):
         dict(tensors=moved),
         dict(tensors=halved),
         dict(gpu=1),
+        dict(grid=(6,)),
     ],
     ids=str,
 )
@@ -108,7 +109,7 @@ def test_whatever_triton_looks_at_is_looked_at_again(kernel, tensors, a_gpu, cha
     inputs = change.get("tensors", lambda same: same)(tensors)
     options = change.get("options", dict(BLOCK=16))
     for _ in range(2):
-        launch(kernel, (5,), inputs, change.get("values", (3, 0.5)), **options)
+        launch(kernel, change.get("grid", (5,)), inputs, change.get("values", (3, 0.5)), **options)
     first, second = kernel.compiled
     assert not first.launches and len(second.launches) == 1
 
