@@ -15,9 +15,9 @@ from torch import Tensor
 from softfree.ops.attention import chunked, reference
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.shared import devices
+from softfree.ops.shared.memo import computed_once
 from softfree.ops.shared.precision import autocast, compute_dtype
 from softfree.ops.shared.registration import register
-from softfree.ops.shared.remembering import remembered
 from softfree.ops.shared.shapes import token_tensor
 
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -146,7 +146,7 @@ def _implementation(backend: str) -> Any:
     return chunked
 
 
-@remembered
+@computed_once
 def _settings(
     channels: int,
     scale: float | None,

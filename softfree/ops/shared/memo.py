@@ -9,7 +9,7 @@ import torch
 Result = TypeVar("Result")
 
 
-def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
+def computed_once(function: Callable[..., Result]) -> Callable[..., Result]:
     """A function of positional arguments that is computed once for each of them, types included.
 
     Anew for what has no hash, such as a symbolic size, and under ``torch.compile``, which computes its calls once itself.
