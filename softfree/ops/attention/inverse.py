@@ -106,17 +106,27 @@ def factored_newton(a: Tensor, settings: InverseSettings) -> Tensor:
 class _NewtonInverse(torch.autograd.Function):
     """The iteration with the gradient of an inverse, dA = -Y^T dY Y^T (Eq. 12)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, a: Tensor, settings: InverseSettings) -> Tensor:
-        y = newton_iterate(a, settings)
-        ctx.save_for_backward(y)
-        return y
+    def forward(a: Tensor, settings: InverseSettings) -> Tensor:
+        return newton_iterate(a, settings)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         (y,) = ctx.saved_tensors
         with torch.autocast(y.device.type, enabled=False):
             return -(y.mT @ grad_y.to(y.dtype) @ y.mT), None
+
+    @staticmethod
+    def jvp(ctx, da: Tensor, _):
+        (y,) = ctx.saved_tensors
+        return -(y @ da @ y)
 
 
 def _check_matrix(a: Tensor) -> None:

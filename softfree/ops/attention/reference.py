@@ -22,7 +22,41 @@ def squared_distance(x: Tensor, y: Tensor) -> Tensor:
 
 def gaussian_kernel(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     """``exp(-scale / 2 * ||x_i - y_j||^2)`` of (..., n, d) and (..., m, d): (..., n, m)."""
-    return torch.exp(-0.5 * scale * squared_distance(x, y))
+    return torch.exp(-0.5 * scale * _SquaredDistance.apply(x, y))
+
+
+class _SquaredDistance(torch.autograd.Function):
+    """:func:`squared_distance` with derivatives of every order and mode; torch's ``cdist`` has a first gradient alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return squared_distance(x, y)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, y = _centred(*ctx.saved_tensors)
+        grad_x = 2 * (grad.sum(-1, keepdim=True) * x - grad @ y)
+        grad_y = 2 * (grad.mT.sum(-1, keepdim=True) * y - grad.mT @ x)
+        return grad_x.sum_to_size(x.shape), grad_y.sum_to_size(y.shape)
+
+    @staticmethod
+    def jvp(ctx, dx: Tensor, dy: Tensor) -> Tensor:
+        x, y = _centred(*ctx.saved_tensors)
+        own = (x * dx).sum(-1, keepdim=True) + (y * dy).sum(-1, keepdim=True).mT
+        return 2 * (own - x @ dy.mT - dx @ y.mT)
+
+
+def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both less the mean of ``y``: distances stay, and little cancels."""
+    centre = y.detach().mean(-2, keepdim=True)
+    return x - centre, y - centre
 
 
 def product_kernel(x: Tensor, y: Tensor, scale: float) -> Tensor:
