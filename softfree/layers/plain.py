@@ -1,5 +1,8 @@
 """Whether a layer may be computed by an operator that knows its weights alone."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -16,11 +19,16 @@ def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     """
     if module is None or type(module) is not kind:
         return False
-    hooks = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
-    wrapped = any(map(is_traceable_wrapper_subclass, module._parameters.values()))
-    return not any(hooks) and not wrapped and "forward" not in vars(module)
+    if (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or "forward" in module.__dict__
+    ):
+        return False
+    parameters: Iterable[Any] = module._parameters.values()
+    for parameter in parameters:
+        if type(parameter) is not nn.Parameter and is_traceable_wrapper_subclass(parameter):
+            return False
+    return True

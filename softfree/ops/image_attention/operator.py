@@ -23,7 +23,7 @@ from softfree.ops.norm import operator as norm
 from softfree.ops.query_norm import operator as query_norm
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast_dtype
-from softfree.ops.shared.registration import register
+from softfree.ops.shared.registration import LEFT_OUT, register
 from softfree.ops.shared.sums import column_sums
 from softfree.ops.value_conv import operator as value_conv
 from softfree.ops.window_product import operator as window_product
@@ -160,7 +160,7 @@ def _forward(
     settings: AttentionSettings,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result and, to ``keep``, what its gradient needs."""
+    """The result and, to ``keep``, what its gradient needs; else None."""
     from softfree.ops.attention.kernels import launch
 
     height, width = places.height, places.width
@@ -182,13 +182,13 @@ def _forward(
     if keep:
         return _project(out, weights), qv, out, sampled, deviations, inverse, u
     del qv, q, v, values, image, by_head  # their memory is free for the result
-    return _project(out, weights), *_nothing(x)
+    return _project(out, weights), *(LEFT_OUT,) * len(Kept._fields)
 
 
 def _fake(x, weights, pooling, places, eps, landmark_norm, settings, keep):
     result = x.new_empty(*x.shape[:2], weights.proj_weight.shape[0])
     if not keep:
-        return result, *_nothing(x)
+        return result, *(x.new_empty(0) for _ in Kept._fields)
     qv = x.new_empty(*x.shape[:2], weights.qv_weight.shape[0])
     q, v = _split(qv, weights)
     down, across = window_product.window_grid(places.grid, places.window)
@@ -348,11 +348,6 @@ BACKWARD = register("image_attention_backward", _backward, _fake_backward, flops
 FORWARD = register("image_attention", _forward, _fake, _setup, _gradient, _flops)
 
 
-def _nothing(like: Tensor) -> Kept:
-    """In the place of what is kept for the gradient."""
-    return Kept(*(like.new_empty(0) for _ in Kept._fields))
-
-
 def _project(out: Tensor, weights: Weights) -> Tensor:
     return _linear(out, weights.proj_weight, weights.proj_bias)
 
@@ -371,7 +366,8 @@ def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, T
 def _split(qv: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     """Queries and values by head, (batch, heads, n, d) each, where they lie."""
     heads = weights.value_weight.shape[0]
-    q, v = qv.unflatten(2, (2, heads, qv.shape[2] // heads // 2)).transpose(1, 3).unbind(2)
+    batch, n, both = qv.shape
+    q, v = qv.view(batch, n, 2, heads, both // heads // 2).transpose(1, 3).unbind(2)
     return q, v
 
 

@@ -5,6 +5,7 @@ autocast's casts, scalings, sums and the norm itself read and write their tensor
 in float32 for the gradient.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softfree.ops.shared import devices
-from softfree.ops.shared.registration import register
+from softfree.ops.shared.registration import LEFT_OUT, register
 from softfree.ops.shared.shapes import block, tiles_of
 
 MAX_CHANNELS = 2048
@@ -72,18 +73,21 @@ def _fits(x: Tensor) -> bool:
 
 
 def landmark_forward(x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps: float) -> Tensor:
-    from softfree.ops.norm.kernels import landmark_norm_kernel
-    from softfree.ops.shared.launching import launch
-
     x = x.contiguous()
     out = torch.empty_like(x)
-    rows, tiles, options = _tiles(x)
-    if tiles > 0:
-        launch(
-            landmark_norm_kernel, (tiles,), (x, weight.contiguous(), bias.contiguous(), out),
-            (rows, x.shape[-1], scale, eps), **options,
-        )  # fmt: skip
+    if x.numel() > 0:
+        run = _landmark_launch(x.numel(), x.shape[-1], scale, eps)
+        run(x, weight.contiguous(), bias.contiguous(), out)
     return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _landmark_launch(numel: int, channels: int, scale: float, eps: float) -> Any:
+    from softfree.ops.norm.kernels import landmark_norm_kernel
+    from softfree.ops.shared.launching import Launch
+
+    rows, tiles, options = _tiles(numel, channels)
+    return Launch(landmark_norm_kernel, (tiles,), (rows, channels, scale, eps), **options)
 
 
 def _fake_landmark(x, weight, bias, scale, eps):
@@ -99,7 +103,7 @@ def landmark_backward(
 
     grad, x = grad.contiguous(), x.contiguous()
     grad_x = torch.empty_like(x)
-    rows, tiles, options = _tiles(x)
+    rows, tiles, options = _tiles(x.numel(), x.shape[-1])
     steps, parts = _stretches(x, tiles)
     if tiles > 0:
         launch(
@@ -135,20 +139,22 @@ def _add_forward(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """The result, and the sum that was normed if it is to be kept."""
-    from softfree.ops.norm.kernels import add_norm_kernel
-    from softfree.ops.shared.launching import launch
-
     x, branch = x.contiguous(), branch.contiguous()
     out = torch.empty_like(x)
-    total = torch.empty_like(x) if keep else x.new_empty(0)
-    rows, tiles, options = _tiles(x)
-    if tiles > 0:
-        launch(
-            add_norm_kernel, (tiles,),
-            (x, branch, weight.contiguous(), bias.contiguous(), total, out),
-            (rows, x.shape[-1], eps), KEEP=keep, **options,
-        )  # fmt: skip
+    total = torch.empty_like(x) if keep else LEFT_OUT
+    if x.numel() > 0:
+        run = _add_launch(x.numel(), x.shape[-1], eps, keep)
+        run(x, branch, weight.contiguous(), bias.contiguous(), total if keep else x, out)
     return out, total
+
+
+@functools.lru_cache(maxsize=1024)
+def _add_launch(numel: int, channels: int, eps: float, keep: bool) -> Any:
+    from softfree.ops.norm.kernels import add_norm_kernel
+    from softfree.ops.shared.launching import Launch
+
+    rows, tiles, options = _tiles(numel, channels)
+    return Launch(add_norm_kernel, (tiles,), (rows, channels, eps), KEEP=keep, **options)
 
 
 def _fake_add(x, branch, weight, bias, eps, keep):
@@ -163,7 +169,7 @@ def _add_backward(grad: Tensor, total: Tensor, weight: Tensor, eps: float) -> tu
 
     grad = grad.contiguous()
     grad_sum = torch.empty_like(total)
-    rows, tiles, options = _tiles(total)
+    rows, tiles, options = _tiles(total.numel(), total.shape[-1])
     steps, parts = _stretches(total, tiles)
     if tiles > 0:
         launch(
@@ -195,11 +201,10 @@ ADD_BACKWARD = register("add_norm_backward", _add_backward, _fake_add_backward)
 ADD_FORWARD = register("add_norm", _add_forward, _fake_add, _setup_add, _add_gradient)
 
 
-def _tiles(x: Tensor) -> tuple[int, int, dict[str, int]]:
+def _tiles(numel: int, channels: int) -> tuple[int, int, dict[str, int]]:
     """Rows, tiles of them, and what a kernel is compiled with."""
-    channels = x.shape[-1]
     blocks = dict(ROWS=max(1, ELEMENTS // block(channels)), BLOCK_C=block(channels))
-    rows = x.numel() // channels
+    rows = numel // channels
     return rows, tiles_of(rows, blocks["ROWS"]), dict(**blocks, num_warps=4)
 
 

@@ -23,6 +23,7 @@ from softfree.ops.shared.precision import full_precision, without_autocast
 
 LIBRARY = torch.library.Library("softfree", "FRAGMENT")
 PLAIN = (Tensor, torch.nn.Parameter)
+LEFT_OUT: Any = None  # in the place of an output
 
 
 def flatten(*inputs: Any) -> list[Any]:
@@ -54,7 +55,8 @@ def register(
     Args:
         name: of the operator.
         compute: what it does, below autograd, on the device of its first input and without autocast; annotated,
-            tensors first, without defaults. It changes none of its inputs, and no output shares memory with them.
+            tensors first, without defaults. It changes none of its inputs, and no output shares memory with them. One of
+            several outputs may be ``LEFT_OUT``, which the operator returns as an empty tensor.
         fake: the shapes, dtypes and strides of its outputs.
         setup_context, gradient: ``setup_context(ctx, inputs, output)`` keeps what ``gradient(ctx, *grads)``
             needs to give the gradients of the first inputs; the rest have none. None: a gradient is refused. What
@@ -80,7 +82,10 @@ def register(
             return compute(*inputs)
 
     def registered(*flat: Any) -> Any:
-        return alone(*with_records(flat))
+        output = alone(*with_records(flat))
+        if not isinstance(output, tuple):
+            return output
+        return tuple(flat[0].new_empty(0) if part is None else part for part in output)
 
     parameters = [part for kind in kinds.items() for part in _parameters(*kind)]
     registered.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]

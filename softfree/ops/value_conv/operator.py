@@ -4,6 +4,7 @@ Registered as ``softfree::value_conv``. On a GPU, half-precision inputs go to ke
 (:mod:`softfree.ops.value_conv.kernels`); everything else is PyTorch's convolution.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -133,30 +134,48 @@ def convolve(
 
     ``flip`` turns the filters by 180 degrees.
     """
-    from softfree.ops.shared.launching import launch
-    from softfree.ops.value_conv.kernels import value_band_kernel, value_conv_kernel
-
-    heads, kernel = weight.shape[0], weight.shape[-1]
-    blocks, tiles_y, tiles_x = _tiles(v, heads, kernel, height, width)
     if base is not None and base.stride(2) != 1:
         base = base.contiguous()
     added = out if base is None else base
     if out.numel() == 0:
         return
+    strides = (*v.stride()[:2], *added.stride()[:2], *out.stride()[:2])
+    band_shape, write_band, run = _launches(
+        v.shape, weight.shape, strides, height, width, base_scale, base is not None, flip
+    )
+    band = torch.empty(band_shape, dtype=v.dtype, device=v.device)
+    write_band(weight.contiguous(), band)
+    run(v, band, added, out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    size: torch.Size,
+    filters: torch.Size,
+    strides: tuple[int, ...],
+    height: int,
+    width: int,
+    base_scale: float,
+    has_base: bool,
+    flip: bool,
+) -> tuple[tuple[int, ...], Any, Any]:
+    """The shape of the filters as banded matrices, the launch that writes them, and that of the convolution."""
+    from softfree.ops.shared.launching import Launch
+    from softfree.ops.value_conv.kernels import value_band_kernel, value_conv_kernel
+
+    batch, _, channels = size
+    heads, kernel = filters[0], filters[-1]
+    blocks, tiles_y, tiles_x = _tiles(channels, heads, kernel, height, width)
     side = blocks["BLOCK_X"]
-    band = torch.empty((heads, kernel, side, side), dtype=v.dtype, device=v.device)
-    launch(
-        value_band_kernel, (heads * kernel,), (weight.contiguous(), band), (),
-        KERNEL=kernel, FLIP=flip, BLOCK_X=side,
+    write_band = Launch(
+        value_band_kernel, (heads * kernel,), (), KERNEL=kernel, FLIP=flip, BLOCK_X=side
+    )
+    run = Launch(
+        value_conv_kernel, (batch * heads * tiles_y * tiles_x,),
+        (heads, height, width, channels // heads, tiles_y, tiles_x, *strides, base_scale),
+        KERNEL=kernel, HAS_BASE=has_base, **blocks, num_warps=4, **devices.as_for_ampere(),
     )  # fmt: skip
-    launch(
-        value_conv_kernel, (v.shape[0] * heads * tiles_y * tiles_x,), (v, band, added, out),
-        (
-            heads, height, width, v.shape[2] // heads, tiles_y, tiles_x,
-            *v.stride()[:2], *added.stride()[:2], *out.stride()[:2], base_scale,
-        ),
-        KERNEL=kernel, HAS_BASE=base is not None, **blocks, num_warps=4, **devices.as_for_ampere(),
-    )  # fmt: skip
+    return (heads, kernel, side, side), write_band, run
 
 
 def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
@@ -164,7 +183,7 @@ def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width
     from softfree.ops.value_conv.kernels import value_conv_weight_kernel
 
     heads, kernel = weight.shape[0], weight.shape[-1]
-    blocks, tiles_y, tiles_x = _tiles(v, heads, kernel, height, width)
+    blocks, tiles_y, tiles_x = _tiles(v.shape[2], heads, kernel, height, width)
     items = v.shape[0] * tiles_y * tiles_x
     stretches = max(1, min(items, tiles_of(4 * devices.processors(v.device), heads * kernel)))
     parts = torch.empty(
@@ -182,10 +201,10 @@ def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width
 
 
 def _tiles(
-    v: Tensor, heads: int, kernel: int, height: int, width: int
+    channels: int, heads: int, kernel: int, height: int, width: int
 ) -> tuple[dict[str, int], int, int]:
     """Blocks of a program, and how many of them cover the image's rows and columns."""
-    block_c = block(v.shape[2] // heads)
+    block_c = block(channels // heads)
     block_x = min(64, block(width + kernel - 1))
     rows = max(1, min(128 // block_c, power_of_two(height)))
     columns = block_x - kernel + 1

@@ -5,6 +5,7 @@ Registered as ``softfree::window_product``. On a GPU kernels of our own
 the tokens by window and one matrix product.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -122,18 +123,26 @@ def empty_result(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
 
 
 def forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
-    from softfree.ops.shared.launching import launch
-    from softfree.ops.window_product.kernels import window_product_kernel
-
     out = empty_result(q, weight, height, width)
     if out.numel() > 0:
-        tile = _tile("result", out, weight)
-        launch(
-            window_product_kernel, (_tiles(out, tile),), (q, _matrices(weight, q), out),
-            (*_sizes(out, weight, height, width), *q.stride()[:3]),
-            **_options(tile, q, weight),
-        )  # fmt: skip
+        run = _launch(out.shape, out.dtype, out.device, weight.shape, height, width, q.stride())
+        run(q, _matrices(weight, q), out)
     return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(size, dtype, device, weight_size, height, width, strides) -> Any:
+    """Of the product, from sizes alone."""
+    from softfree.ops.shared.launching import Launch
+    from softfree.ops.window_product.kernels import window_product_kernel
+
+    out = torch.empty(size, dtype=dtype, device="meta")
+    weight = torch.empty(weight_size, device="meta")
+    tile = _tile("result", out, weight, device)
+    return Launch(
+        window_product_kernel, (_tiles(out, tile),),
+        (*_sizes(out, weight, height, width), *strides[:3]), **_options(tile, out, weight),
+    )  # fmt: skip
 
 
 def _backward(
@@ -172,7 +181,7 @@ def _token_gradient(
     from softfree.ops.shared.launching import launch
     from softfree.ops.window_product.kernels import window_product_token_kernel
 
-    tile = _tile("tokens", grad, weight)
+    tile = _tile("tokens", grad, weight, grad.device)
     launch(
         window_product_token_kernel, (_tiles(grad, tile),),
         (grad, _matrices(weight, grad_q), grad_q),
@@ -185,7 +194,7 @@ def _weight_gradient(grad: Tensor, q: Tensor, weight: Tensor, height: int, width
     from softfree.ops.window_product.kernels import window_product_weight_kernel
 
     d_out, d_in, down, across = weight.shape
-    tile = _tile("weight", grad, weight)
+    tile = _tile("weight", grad, weight, grad.device)
     groups = tiles_of(down * across, tile.tokens)
     programs = PROGRAMS_PER_PROCESSOR * devices.processors(q.device)
     stretches = max(1, min(_tiles(grad, tile), programs // groups))
@@ -237,7 +246,7 @@ def _sizes(out: Tensor, weight: Tensor, height: int, width: int) -> tuple[int, .
     return batch * heads * count, rows, columns, heads, height, width, weight.shape[1], d_out
 
 
-def _tile(kernel: str, out: Tensor, weight: Tensor) -> Tile:
+def _tile(kernel: str, out: Tensor, weight: Tensor, device: torch.device) -> Tile:
     d_out, d_in, down, across = weight.shape
     widest = block(max(d_in, d_out))
     if out.dtype.itemsize == 2 and widest <= 32:
@@ -245,7 +254,7 @@ def _tile(kernel: str, out: Tensor, weight: Tensor) -> Tile:
     else:
         tile = Tile(32, 1, 8 if widest > 32 else 4, 2)
     tokens = min(tile.tokens, power_of_two(down * across))
-    few = _tiles(out, tile) < devices.processors(out.device)
+    few = _tiles(out, tile) < devices.processors(device)
     return tile._replace(windows=16 if few else tile.windows, tokens=tokens)
 
 
