@@ -171,10 +171,10 @@ def _forward(
     landmarks, _ = _landmarks(sampled, weights, pooling, eps, landmark_norm)
     by_head, inverse, u = launch.forward(Inputs(q, None, v, landmarks), settings)
     out, values = _merge(by_head), _merge(v)
-    image = out[:, before_image:]
+    image = _after(before_image, out, 1)
     share = _share(pooling)
     value_conv.convolve(
-        values[:, before_image:], weights.value_weight, image, image, height, width,
+        _after(before_image, values, 1), weights.value_weight, image, image, height, width,
         base_scale=share,
     )  # fmt: skip
     if before_image:
@@ -248,8 +248,8 @@ def _backward(
     )
     values, grad_values = _merge(v), _merge(grad_v)
     grad_value_weight = value_conv.write_gradient(
-        grad_out[:, before_image:], values[:, before_image:], weights.value_weight, height, width,
-        grad_values[:, before_image:], kept=share,
+        _after(before_image, grad_out, 1), _after(before_image, values, 1), weights.value_weight,
+        height, width, _after(before_image, grad_values, 1), kept=share,
     )  # fmt: skip
     if before_image:
         grad_values[:, :before_image].mul_(share).add_(grad_out[:, :before_image])
@@ -371,6 +371,11 @@ def _split(qv: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     return q, v
 
 
+def _after(first: int, tokens: Tensor, dim: int) -> Tensor:
+    """The tokens but for the first ones."""
+    return tokens.narrow(dim, first, tokens.shape[dim] - first) if first else tokens
+
+
 def _merge(tokens: Tensor) -> Tensor:
     """(batch, heads, n, d) as (batch, n, heads * d), where they lie."""
     return tokens.transpose(1, 2).flatten(2)
@@ -379,14 +384,20 @@ def _merge(tokens: Tensor) -> Tensor:
 def _sample(q: Tensor, weights: Weights, places: Places) -> tuple[Tensor, Tensor]:
     """Windows' products or means, and what the queries were divided by, which are normed in place for means."""
     before = places.before_grid(q.shape[2])
-    of_grid = q[:, :, before:]
+    of_grid = _after(before, q, 2)
     if weights.query_scale is None:
         return window_product.forward(
             of_grid, _of(weights.landmark_weight), *places.grid
         ), q.new_empty(0)
     scale, deviations = weights.query_scale, query_norm.inverse_deviations(q)
     means = query_norm.norm(
-        of_grid, scale, of_grid, deviations[:, :, before:], places.grid, places.window, means=True
+        of_grid,
+        scale,
+        of_grid,
+        _after(before, deviations, 2),
+        places.grid,
+        places.window,
+        means=True,
     )
     if before:
         first = q[:, :, :before]
@@ -413,7 +424,7 @@ def _sample_backward(
     none.
     """
     before, none = places.before_grid(q.shape[2]), q.new_empty(0)
-    of_grid, grad_of_grid = q[:, :, before:], grad_q[:, :, before:]
+    of_grid, grad_of_grid = _after(before, q, 2), _after(before, grad_q, 2)
     if weights.query_scale is None:
         grad_products, grad_norm = norm.landmark_backward(
             grad_landmarks, kept.sampled, _of(weights.norm_weight), _of(weights.norm_bias),
@@ -428,7 +439,7 @@ def _sample_backward(
         return none, grad_weight, grad_norm
     scale = weights.query_scale
     through_queries = query_norm.write_gradient(
-        grad_of_grid, of_grid, scale, kept.deviations[:, :, before:], grad_landmarks,
+        grad_of_grid, of_grid, scale, _after(before, kept.deviations, 2), grad_landmarks,
         grad_of_grid, places.grid, places.window, kept=share,
     )  # fmt: skip
     if before:

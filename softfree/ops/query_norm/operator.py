@@ -110,6 +110,7 @@ def norm(
             the tokens that are there.
     """
     from softfree.ops.query_norm.kernels import query_norm_kernel
+    from softfree.ops.shared.launching import launch
 
     batch, heads, _, d = q.shape
     rows, columns = window_grid(grid, window)
@@ -118,9 +119,12 @@ def norm(
     if windows > 0:
         tokens = min(64, power_of_two(window[0] * window[1]))
         at_once = max(1, ELEMENTS // (tokens * block(d)))
-        query_norm_kernel[(tiles_of(windows, at_once),)](
-            q, scale, out, inverse, averages, windows, rows, columns, heads, *grid, d,
-            inverse.stride(1), *q.stride()[:3], *out.stride()[:3], EPS,
+        launch(
+            query_norm_kernel, (tiles_of(windows, at_once),), (q, scale, out, inverse, averages),
+            (
+                windows, rows, columns, heads, *grid, d,
+                inverse.stride(1), *q.stride()[:3], *out.stride()[:3], EPS,
+            ),
             DOWN=window[0], ACROSS=window[1], MEANS=means,
             WINDOWS=at_once, TOKENS=tokens, BLOCK_D=block(d), num_warps=4,
         )  # fmt: skip
@@ -143,6 +147,7 @@ def write_gradient(
     The gradient of the normed queries is ``kept * grad`` and what the means of their windows pass on.
     """
     from softfree.ops.query_norm.kernels import query_norm_backward_kernel
+    from softfree.ops.shared.launching import launch
 
     batch, heads, n, d = normed.shape
     rows, columns = window_grid(grid, window)
@@ -151,10 +156,16 @@ def write_gradient(
         (batch, heads, tiles_of(n, at_once)), dtype=torch.float32, device=grad.device
     )
     if parts.numel() > 0:
-        query_norm_backward_kernel[(batch * heads, parts.shape[2])](
-            grad, normed, scale, inverse, grad if grad_means is None else grad_means.contiguous(),
-            grad_q, parts, rows, columns, heads, *grid, d, inverse.stride(1),
-            *grad.stride()[:3], *normed.stride()[:3], *grad_q.stride()[:3], kept,
+        launch(
+            query_norm_backward_kernel, (batch * heads, parts.shape[2]),
+            (
+                grad, normed, scale, inverse,
+                grad if grad_means is None else grad_means.contiguous(), grad_q, parts,
+            ),
+            (
+                rows, columns, heads, *grid, d, inverse.stride(1),
+                *grad.stride()[:3], *normed.stride()[:3], *grad_q.stride()[:3], kept,
+            ),
             DOWN=window[0], ACROSS=window[1], MEANS=grad_means is not None,
             ROWS=at_once, BLOCK_D=block(d), num_warps=4,
         )  # fmt: skip
