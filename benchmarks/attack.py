@@ -103,6 +103,7 @@ def _be_attacked(attack: Attack, said: Path) -> None:
     with said.open("w") as file:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(file.fileno(), 2)
+        sys.stderr = file
         code = 1
         try:
             code = attack.run()
@@ -661,6 +662,7 @@ def main() -> int:
     parser.add_argument("what", choices=ATTACKS)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="also print what was refused and how")
     given = parser.parse_args()
     torch.set_num_threads(1)
     verdicts: collections.Counter[str] = collections.Counter()
@@ -668,7 +670,7 @@ def main() -> int:
         for attack in ATTACKS[given.what](given.seed, given.count, Path(name)):
             verdict = attempt(attack, Path(name))
             verdicts[verdict.kind] += 1
-            if verdict.fault:
+            if verdict.fault or given.all:
                 print(f"{verdict.kind}: {attack.name}: {verdict.detail}", flush=True)
     print(f"{given.what}: {sum(verdicts.values())} attacks, seed {given.seed}: ", end="")
     print(", ".join(f"{count} {kind}" for kind, count in verdicts.most_common()))

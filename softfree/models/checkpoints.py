@@ -1,6 +1,7 @@
 """Reading weights: the authors' released checkpoints, and ours at another image size."""
 
 import argparse
+import logging
 import math
 import re
 from collections.abc import Container
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from softfree.layers.embeddings import PositionEmbedding, resize_positions
 
+logger = logging.getLogger(__name__)
 _NESTED = ("model", "state_dict")
 
 # Modules of a block: our name, and the authors' names with the parts of our rows that are theirs.
@@ -60,7 +62,15 @@ def load_release_checkpoint(model: nn.Module, path: str | Path) -> nn.Module:
     path = Path(path)
     state = read_state_dict(path)
     layout = _layout(state, model)
-    state = _resize_positions(state, layout, model)
+    own = model.state_dict()
+    floating = {piece.name: own[key].is_floating_point() for key in layout for piece in layout[key]}
+    other_kind = [
+        f"{name}: {state[name].dtype}"
+        for name in sorted(floating.keys() & state.keys())
+        if state[name].is_floating_point() != floating[name]
+    ]
+    if not other_kind:
+        state = _resize_positions(state, layout, model)
     expected = {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
     missing = sorted(expected.keys() - state.keys())
     unexpected = sorted(state.keys() - expected.keys())
@@ -75,9 +85,15 @@ def load_release_checkpoint(model: nn.Module, path: str | Path) -> nn.Module:
             ("missing in the file", missing),
             ("not in the model", unexpected),
             ("of another shape", other_shape),
+            ("of another kind", other_kind),
         )
         if keys
     ]
+    spoiled = [key for key, t in state.items() if t.is_floating_point() and not t.isfinite().all()]
+    if spoiled:
+        logger.warning(
+            "%s: %s of its tensors are not finite, e.g. %s", path, len(spoiled), spoiled[0]
+        )
     if problems:
         raise ValueError(
             f"{path} does not fit this {type(model).__name__}: is it the right size, and the release "
@@ -115,10 +131,16 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         for name in _NESTED:
             if isinstance(state, dict) and isinstance(state.get(name), dict):
                 state = state[name]
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in state.items()
+    ):
         raise ValueError(
             f"{path} holds no state dict of tensors (nor one under 'model' or 'state_dict')"
         )
+    for key, tensor in state.items():
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.is_quantized or tensor.is_complex():
+            raise ValueError(f"{path}: {key!a:.80} is no plain tensor of numbers")
     return {key.removeprefix("module."): tensor for key, tensor in state.items()}
 
 

@@ -1,7 +1,12 @@
 """Charts can be read."""
 
+import errno
 import itertools
+import os
 
+import pytest
+
+from softfree.analysis import plots
 from softfree.analysis.plots import (
     COLOURS,
     LABELS,
@@ -52,3 +57,16 @@ def test_bars_have_the_colours_of_their_names():
     first, second, lighter, _ = (bar.get_facecolor()[:3] for bar in figure.axes[0].patches)
     assert first == (1, 0, 0) and second == (0, 0, 1)
     assert lighter[0] == 1 and lighter[1] == lighter[2] > 0.5
+
+
+def test_a_figure_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = tmp_path / "a.png"
+    file.write_bytes(b"the one before")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        plots.save_figure(plots.new_figure(1, 1), file)
+    assert file.read_bytes() == b"the one before"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

@@ -3,6 +3,7 @@
 import csv
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -180,6 +181,17 @@ def test_failures_on_the_way_have_their_own_exit_code(monkeypatch, capsys):
     assert run() == 1
     err = capsys.readouterr().err
     assert "stopped at step 3" in err and "no space left" in err and "--resume auto" in err
+
+
+def test_a_disk_that_may_not_be_written_to_is_one_line(tmp_path, monkeypatch, capsys):
+    def refuse(path, content):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("softfree.training.engine.write_durably", refuse)
+    assert run("--output", tmp_path / "out", *SHORT) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("out/settings.json: Read-only file system")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path, monkeypatch, capsys):

@@ -246,6 +246,45 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path, content):
         softfree.load_release_checkpoint(release_model(), tmp_path / "weights.pth")
 
 
+@pytest.mark.parametrize(
+    "key, change, message",
+    [
+        ("head.bias", lambda t: t.to_sparse(), "'head.bias' is no plain tensor"),
+        ("head.bias", lambda t: t.to("meta"), "'head.bias' is no plain tensor"),
+        ("head.bias", lambda t: t.to(torch.complex64), "'head.bias' is no plain tensor"),
+        ("head.bias", lambda t: t.long(), "of another kind:\n  head.bias: torch.int64"),
+        ("pos_embed1", lambda t: t.bool(), "of another kind:\n  pos_embed1: torch.bool"),
+        ("block1.0.att.mha.W_q.weight", lambda t: t.to("meta"), "is no plain tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_no_weight_can_be_made_of_leave_the_model_alone(
+    tmp_path, key, change, message
+):
+    other, model = (small("soft_tiny_release") for _ in range(2))
+    state = release_layout(other)
+    assert key in state
+    torch.save({**state, key: change(state[key])}, tmp_path / "a.pth")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        softfree.load_release_checkpoint(model, tmp_path / "a.pth")
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+def test_weights_that_are_not_finite_are_said(tmp_path, caplog):
+    model = small("soft_tiny_release")
+    state = release_layout(model)
+    torch.save({**state, "head.bias": state["head.bias"] * float("nan")}, tmp_path / "a.pth")
+    softfree.load_release_checkpoint(model, tmp_path / "a.pth")
+    assert "1 of its tensors are not finite, e.g. head.bias" in caplog.text
+
+
+def test_keys_that_are_no_names_are_refused(tmp_path):
+    torch.save({3: torch.zeros(2)}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match="holds no state dict of tensors"):
+        softfree.load_release_checkpoint(small("soft_tiny_release"), tmp_path / "a.pth")
+
+
 def test_a_missing_file_is_said_to_be_missing(tmp_path):
     for path in (tmp_path / "nowhere.pth", tmp_path):
         with pytest.raises(FileNotFoundError, match="no checkpoint at"):
