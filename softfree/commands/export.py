@@ -126,7 +126,10 @@ def scores_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     run = metadata.get("run", {})
     if run.get("best") is None:
         return {}
-    return {"best top-1 in training (%)": f"{run['best']:.4g}", "at step": f"{run['best_step']:,}"}
+    return {
+        "top-1 on the validation pictures (%)": f"{run['best']:.4g}",
+        "at step": f"{run['best_step']:,}",
+    }
 
 
 def exported_part(subject: Subject, features: bool) -> tuple[list[str], dict[str, Any]]:

@@ -88,8 +88,10 @@ def model_card(title: str, metadata: Mapping[str, Any], scores: Mapping[str, Any
     if scores:
         lines += ["| score | |", "|---|---:|"]
         lines += [f"| {key} | {value} |" for key, value in scores.items()]
+    elif names:
+        lines.append("No scores are known.")
     else:
-        lines.append("Random weights: it was not trained, and has no scores.")
+        lines.append("Random weights: it was not trained.")
     lines += ["", "```python"]
     lines += ["import softfree  # registers the architecture"] * is_ours(name)
     lines += [

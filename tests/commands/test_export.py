@@ -83,7 +83,7 @@ def test_a_checkpoint_becomes_a_folder_of_timm_s_with_its_score_in_the_card(tmp_
     model, _ = load_for_inference(folder)
     image = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(loaded(image), model(image))
-    assert "| best top-1 in training (%) | 91.25 |" in (target / "README.md").read_text()
+    assert "| top-1 on the validation pictures (%) | 91.25 |" in (target / "README.md").read_text()
     (tmp_path / "taken").touch()
     arguments[-1] = str(tmp_path / "taken")
     assert softfree_cli.main(arguments) == 2

@@ -7,7 +7,7 @@ import timm
 import torch
 from timm.models import _hub
 
-from softfree.models.hub import save_for_timm
+from softfree.models.hub import model_card, save_for_timm
 
 from .small import small
 
@@ -86,7 +86,9 @@ def test_models_of_timm_are_written_too_whether_they_take_an_image_size_or_not(n
     metadata = {**METADATA, "model": name, "model_kwargs": arguments}
     assert save_for_timm(model, tmp_path / "model", metadata) == 0
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "import softfree" not in card and "not trained" in card
+    assert "import softfree" not in card and "No scores are known" in card
+    del metadata["class_names"]
+    assert "Random weights" in model_card("fresh", metadata, {})
 
 
 def test_weights_of_a_folder_are_told_from_none(tmp_path):
