@@ -62,10 +62,19 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def check_against_plain(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]):
-    """Results are off by at most twice what plain PyTorch in their dtype is off, as FlashAttention asks."""
+def check_against_plain(
+    found: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    times: float = 2,
+    floor: float = FLOOR,
+):
+    """Results are off by at most twice what plain PyTorch in their dtype is off, as FlashAttention asks.
+
+    ``floor`` is allowed in any case: where plain PyTorch takes some part in float32, the precision of the tokens.
+    """
     for part, (f, p, e) in enumerate(zip(found, plain, exact, strict=True)):
-        error, allowed = (f.double() - e).norm(), 2 * (p.double() - e).norm() + FLOOR * e.norm()
+        error, allowed = (f.double() - e).norm(), times * (p.double() - e).norm() + floor * e.norm()
         assert error <= allowed, (
             f"part {part}: {error / e.norm():.1e}, allowed {allowed / e.norm():.1e}"
         )

@@ -7,6 +7,7 @@ import softfree
 from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.shared.registration import flatten
 
+from .cases import FLOOR
 from .gpu import ON_GPU, SIXTEEN_BIT, check_against_plain, plain_pytorch, poisoned_memory, spread
 
 pytestmark = ON_GPU
@@ -79,7 +80,12 @@ def test_layer_and_gradients_are_as_exact_as_plain_pytorch(name, dtype, normaliz
     with plain_pytorch():
         plain = results(layer, x, size, grad)
         exact = results(layer.double(), x.detach().double().requires_grad_(), size, grad.double())
-    check_against_plain(*(tuple(parts.values()) for parts in (found, plain, exact)))
+    if name.startswith("own"):
+        # Plain PyTorch attends in float32 here, and so does it sum over queries that are not yet rounded.
+        widths = [[parts.pop("log_bandwidth")] for parts in (found, plain, exact)]
+        check_against_plain(*widths, times=4, floor=torch.finfo(dtype).eps)
+    floor = torch.finfo(dtype).eps if name.startswith("own") else FLOOR
+    check_against_plain(*(tuple(parts.values()) for parts in (found, plain, exact)), floor=floor)
 
 
 @pytest.mark.parametrize("name", ["stage 1", "own, stage 1"])
@@ -140,4 +146,4 @@ def test_our_own_layer_keeps_no_more_than_softpp_beyond_a_number_per_query():
             held[name] = torch.cuda.memory_allocated() - before
         del out, layer
     papers, own = held.values()
-    assert own <= papers + 256 * 2 * 3136 * 4 * 1.01
+    assert own <= papers + 256 * 2 * 3136 * 4 * 1.02

@@ -33,7 +33,10 @@ def test_norm_and_gradients_are_as_exact_as_plain_pytorch(shape, dtype):
     with plain_pytorch():
         plain = results([t.detach().requires_grad_() for t in inputs], grad)
         exact = results([t.detach().double().requires_grad_() for t in inputs], grad.double())
-    check_against_plain(found, plain, exact)
+    check_against_plain(found[:2], plain[:2], exact[:2])
+    # That of the scale is a sum over what was written, already rounded: the queries themselves are not kept.
+    rounding = torch.finfo(dtype).eps
+    check_against_plain(found[2:], plain[2:], exact[2:], floor=rounding)
 
 
 def test_twice_gives_the_same_bits_and_an_empty_batch_no_error():
