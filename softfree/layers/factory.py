@@ -31,7 +31,9 @@ CLASSES: dict[str, Callable[..., nn.Module]] = {
 ATTENTIONS = tuple(CLASSES)
 # What tells SOFT from SOFT++, as in the authors' code; and our own, whose queries are normed.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "softfree": dict(query_norm=True, bandwidth="learned", landmarks="average:49", inverse="solve"),
+    "softfree": dict(
+        query_norm=True, bandwidth="learned", landmarks="average:128", inverse="solve"
+    ),
     "soft": dict(normalize=False, start="scaled", ridge=0.01),
     "softpp": dict(normalize=True, start="halving", ridge=0.0),
 }

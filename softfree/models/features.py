@@ -9,6 +9,7 @@ import torch
 from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 
+from softfree.layers.factory import SETTINGS
 from softfree.models.checkpoints import filter_checkpoint, read_state_dict
 from softfree.models.checks import check_pretrained, mistakes_in
 from softfree.models.metadata import read_json
@@ -18,18 +19,18 @@ from softfree.models.registry import is_ours
 Weights = str | Path | bool | None
 REDUCTIONS = (4, 8, 16, 32)
 # The papers' 49 landmarks at 224², and no more at any size: the cost per token stays that of 224².
-FIXED_COUNT = 49
+FIXED_LANDMARKS = "conv:49"
 
 
 def fixed_landmarks(name: str, attention: str | None = None) -> str:
-    """Landmarks of a backbone's own kind, as many at most at any size as there are at 224².
+    """Landmarks of a backbone's own kind, so many at most at any size.
 
     Example:
         >>> fixed_landmarks("softfree_tiny"), fixed_landmarks("softpp_tiny")
-        ('average:49', 'conv:49')
+        ('average:128', 'conv:49')
     """
     own = (attention or name.partition("_")[0]) == "softfree"
-    return f"{'average' if own else 'conv'}:{FIXED_COUNT}"
+    return SETTINGS["softfree"]["landmarks"] if own else FIXED_LANDMARKS
 
 
 def backbone_arguments(name: str, landmarks: str | None = None, **kwargs: Any) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class SoftPyramid(Backbone):
             below a rival takes those it knows.
         landmarks: sampler and count, e.g. ``"conv"`` (one landmark per window: 49 at 224², more at larger
             images), ``"conv:49"`` (never more than 49), ``"average"``, ``"random:49"``, ``"first:49"``. None:
-            ``"average:49"`` for softfree, ``"conv"`` for SOFT and SOFT++.
+            ``"average:128"`` for softfree, ``"conv"`` for SOFT and SOFT++.
         strides: side of a landmark's window per stage.
         value_convs: side of the depthwise convolution of V per stage.
         overlap: 3x3 convolutions in stem and downsampling (Table 11b); False: windows side by side.

@@ -34,7 +34,7 @@ def test_every_kind_of_backbone_gives_maps_at_the_four_reductions(name, kwargs):
 
 def test_soft_backbones_get_a_fixed_number_of_landmarks_unless_told_otherwise():
     assert backbone_arguments("softpp_tiny") == {"landmarks": "conv:49"}
-    assert backbone_arguments("softfree_tiny") == {"landmarks": "average:49"}
+    assert backbone_arguments("softfree_tiny") == {"landmarks": "average:128"}
     swapped = backbone_arguments("softfree_tiny", attention="softpp")
     assert swapped == {"landmarks": "conv:49", "attention": "softpp"}
     assert backbone_arguments("softpp_tiny", landmarks="conv") == {"landmarks": "conv"}
