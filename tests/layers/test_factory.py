@@ -237,7 +237,7 @@ def test_a_solve_has_a_ridge_of_its_own_in_both_unless_one_is_given():
             "linear",
             {},
             ValueError,
-            "attention must be one of 'softfree', .*'reformer', got 'linear'",
+            "attention must be one of 'softfree', .*'flatten', got 'linear'",
         ),
         ("performer", dict(featurs=8), TypeError, "no option 'featurs'; there are .*'features'"),
         ("performer", dict(features=0), ValueError, "features must be >= 1, got 0"),
