@@ -55,7 +55,7 @@ from softfree.training.settings import (
     settings_to_json,
 )
 from softfree.training.signals import StopRequest
-from softfree.training.step import create_step
+from softfree.training.step import check_graph, create_step
 
 # What tells that a folder has a run, and what `overwrite` removes.
 RUN_FILES = ("last", "best", TRAIN_CSV, EVAL_CSV, TEST_RESULT, "tensorboard")
@@ -259,12 +259,11 @@ class Outcome:
 def train(task: Task, optim: OptimSettings, run: RunSettings, settings_json: str) -> Outcome:
     """Train ``task``; write checkpoints and logs into ``run.output``."""
     check_settings(optim, run)
-    with (
-        distributed.join_processes(run.device) as processes,
-        StopRequest() as stop_request,
-        locked(run.output) if processes.main else contextlib.nullcontext(),
-    ):
-        return _Training(task, optim, run, settings_json, processes).run_loop(stop_request)
+    with distributed.join_processes(run.device) as processes, StopRequest() as stop_request:
+        if run.cuda_graph:
+            check_graph(task.capturable, task.name, run, processes)
+        with locked(run.output) if processes.main else contextlib.nullcontext():
+            return _Training(task, optim, run, settings_json, processes).run_loop(stop_request)
 
 
 def check_scaler(file: Path, found: Any, wanted: dict[str, Any]) -> None:
@@ -318,8 +317,8 @@ class _Training:
         groups = task.parameter_groups(self.plain, optim)
         self.optimizer = GuardedOptimizer(self.plain, groups, optim, processes)
         self.step = create_step(
-            task.capturable, task.name, run, processes,
-            self.model, task.prepare, task.train_step, self.optimizer, optim, self._seed,
+            run.cuda_graph, self.device, self.model, task.prepare, task.train_step, self.optimizer,
+            optim, self._seed,
         )  # fmt: skip
         self.position = Position()
         self.save_every, self.save_unit = parse_interval(run.save_every)

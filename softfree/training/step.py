@@ -153,11 +153,8 @@ def check_graph(capturable: bool, task: str, run: RunSettings, processes: Proces
         )
 
 
-def create_step(
-    capturable: bool, task: str, run: RunSettings, processes: Processes, *parts: Any
-) -> Step:
+def create_step(cuda_graph: bool, device: torch.device, *parts: Any) -> Step:
     """The step of a run; ``parts`` are the further arguments of :class:`Step`."""
-    if not run.cuda_graph:
-        return Step(processes.device, *parts)
-    check_graph(capturable, task, run, processes)
-    return GraphedStep(processes.device, *parts, recorder=CudaGraphs(processes.device))
+    if cuda_graph:
+        return GraphedStep(device, *parts, recorder=CudaGraphs(device))
+    return Step(device, *parts)

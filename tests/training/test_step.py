@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from softfree.data.images import Batch
-from softfree.training import step
+from softfree.training import engine, step
 from softfree.training.checkpoint import read_weights
 from softfree.training.classification import Classification, DataSettings
 from softfree.training.distributed import Processes
@@ -32,7 +32,7 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def tape(monkeypatch):
     """Runs with ``cuda_graph`` on the CPU, their graphs on this tape."""
     tape = Tape()
-    monkeypatch.setattr(step, "check_graph", lambda *given: None)
+    monkeypatch.setattr(engine, "check_graph", lambda *given: None)
     monkeypatch.setattr(step, "CudaGraphs", lambda device: tape)
     return tape
 
@@ -192,6 +192,14 @@ ALONE = RunSettings(cuda_graph=True)
 def test_what_no_graph_can_hold_is_refused(capturable, device, processes, run, message):
     with pytest.raises(ValueError, match=message):
         check_graph(capturable, "detection", run, Processes(0, processes, torch.device(device)))
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="`cuda_graph` needs a GPU, got `device` cpu"):
+        run_graphed(tmp_path / "new")
+    with pytest.raises(ValueError, match="a step of toy asks the GPU for numbers"):
+        run_toy(tmp_path / "new", Toy(), cuda_graph=True)
+    assert not (tmp_path / "new").exists()
 
 
 def pictures(output, on_device, **augment):
