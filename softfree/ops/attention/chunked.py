@@ -30,7 +30,7 @@ from softfree.ops.attention.mixing import (
 from softfree.ops.attention.reference import squared_distance
 from softfree.ops.attention.settings import AttentionSettings, Inputs
 from softfree.ops.shared.precision import compute_dtype
-from softfree.ops.shared.shapes import token_tensor
+from softfree.ops.shared.shapes import tiles_of, token_tensor
 
 # Kernel values a chunk may hold. On a CPU they are meant to stay in cache; elsewhere launches should be
 # few.
@@ -223,7 +223,7 @@ class _Landmarks:
         self.factor[:, :channels] = scaled.mT
         self.factor[:, channels] = -0.5
         torch.mul(norms, -0.5, out=self.factor[:, channels + 1])
-        self.scaled = torch.nn.functional.pad(scaled, (0, 1), value=1.0)
+        self.scaled = scaled
         return norms
 
     def rows(self, batch: slice) -> slice:
@@ -235,17 +235,18 @@ class _Landmarks:
     ) -> None:
         """Write the ``grad`` of a chunk; add the landmarks' part to ``grad_landmarks``.
 
-        ``points`` (rows, chunk, d + 2) end in a 1, ``scaled`` too, so that products with them sum E as well.
+        ``points`` (rows, chunk, d + 2) end in a 1, so that a product with them sums E as well; so do the landmarks here.
         """
         scaled = self.scaled[self.rows(batch)]
         e = e.to(scaled.dtype)  # what cancels in the exponent cancels here, too
-        channels = scaled.shape[-1] - 1
+        factor, channels = self.root / LOG2_E, scaled.shape[-1]
         into = torch.bmm(e.mT, points)
-        into = into[..., :channels].addcmul_(into[..., -1:], scaled[..., :channels], value=-1)
-        grad_landmarks.add_(into.view(grad_landmarks.shape), alpha=self.root / LOG2_E)
-        rows = torch.bmm(e, scaled)
-        rows = rows[..., :channels].addcmul_(rows[..., -1:], points[..., :channels], value=-1)
-        torch.mul(rows.view(grad.shape), self.root / LOG2_E, out=grad)
+        into = into[..., :channels].addcmul_(into[..., -1:], scaled, value=-1)
+        grad_landmarks.add_(into.view(grad_landmarks.shape), alpha=factor)
+        summing = torch.nn.functional.pad(scaled * factor, (0, 1), value=factor)
+        rows = torch.bmm(e, summing).view(*grad.shape[:3], -1)
+        points = points.view(*grad.shape[:3], -1)[..., :channels]
+        torch.addcmul(rows[..., :channels], rows[..., -1:], points, value=-1, out=grad)
 
 
 class _Tokens:
@@ -341,5 +342,7 @@ def _plan(q: Tensor, k: Tensor, landmarks: int) -> Iterator[tuple[slice, list[sl
         yield rows, _slices(k.shape[2], tokens), _slices(queries, tokens)
 
 
-def _slices(length: int, step: int) -> list[slice]:
-    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
+def _slices(length: int, most: int) -> list[slice]:
+    """Of nearly the same length, at most ``most``."""
+    step = tiles_of(length, max(1, tiles_of(length, most)))
+    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step or 1)]

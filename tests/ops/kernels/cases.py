@@ -9,6 +9,7 @@ import softfree
 from softfree.ops.attention import mixing
 from softfree.ops.attention.reference import gaussian_kernel
 from softfree.ops.attention.settings import AttentionSettings, InverseSettings
+from softfree.ops.attention.solve import inverse_factor
 
 # A relative error below this needs no comparison: a few roundings of float32, whichever order sums are taken in.
 FLOOR = 4e-6
@@ -141,7 +142,7 @@ def plain_attention(
     settings = AttentionSettings(scale, case.normalize, inverse)
     a = mixing.landmark_matrix(landmarks.float(), landmark_mask, scale)
     if case.inverse == "solve":
-        kept = torch.linalg.cholesky(a + case.ridge * torch.eye(case.m, device=a.device))
+        kept = inverse_factor(a, case.ridge)
     else:
         kept = softfree.newton_inverse(a, case.iterations, start=case.start, ridge=case.ridge)
     w = mixing.mix((p.mT @ v).float(), a, kept, settings).to(dtype)

@@ -21,6 +21,7 @@ SAFE_FACTOR = tl.constexpr(inverse.SAFE_FACTOR)
 RIDGE_FACTOR = tl.constexpr(inverse.RIDGE_FACTOR)
 HALVINGS = tl.constexpr(inverse.HALVINGS)
 HALVING_TOLERANCE = tl.constexpr(inverse.HALVING_TOLERANCE)
+LEAST_STEPS = tl.constexpr(10)  # that are taken one by one
 # Sum of the eigenvalues of I - BY whose squares are nothing in float32: the root of its precision.
 CONVERGED = tl.constexpr(2.0**-11.5)
 
@@ -74,12 +75,16 @@ def newton_inverse(
     offs_m = tl.arange(0, BLOCK_M)
     b_eye = offs_m[:, None] == offs_m[None, :]
     b_b = tl.where(b_eye, b_a + ridge, b_a)
-    reciprocal = 0.0
+    norm = tl.max(tl.sum(b_a, 1), 0)
+    merged = 0
     if HALVING:
-        reciprocal = start_bound(split_product(b_b, b_b, SPLIT), b_eye)
-    b_y = start_value(tl.max(tl.sum(b_a, 1), 0), ridge, reciprocal) * b_b
+        b_square = split_product(b_b, b_b, SPLIT)
+        alpha, merged = merged_start(norm, ridge, start_bound(b_square, b_eye), iterations)
+        b_y = merged_steps(b_b, b_square, alpha, merged, SPLIT)
+    else:
+        b_y = start_value(norm, ridge, 0.0) * b_b
     remaining = BLOCK_M * 1.0
-    for step in range(iterations):
+    for step in range(merged, iterations):
         if remaining > CONVERGED:
             b_by = split_product(b_b, b_y, SPLIT)
             b_y = 2.0 * b_y - split_product(b_y, b_by, SPLIT)
@@ -112,6 +117,33 @@ def start_value(norm, ridge, reciprocal):
 
 
 @triton.jit
+def merged_start(norm, ridge, reciprocal, iterations):
+    """The halving start, doubled as often as steps from it do little else, and how often.
+
+    That is until it is the scaled start, or :data:`LEAST_STEPS` are left.
+    """
+    alpha = start_value(norm, ridge, reciprocal)
+    most = start_value(norm, ridge, 0.0)
+    merged = 0
+    for _ in range(HALVINGS):
+        doubles = (2.0 * alpha <= most) & (merged + LEAST_STEPS < iterations)
+        alpha = tl.where(doubles, 2.0 * alpha, alpha)
+        merged = tl.where(doubles, merged + 1, merged)
+    return alpha, merged
+
+
+@triton.jit
+def merged_steps(b_rows, b_square, alpha, merged, SPLIT: tl.constexpr):
+    """Rows of what k steps from ``alpha / 2^k`` give, nearly, by those of B, and ``B^2``.
+
+    Their residual is ``(1 - x / 2^k)^(2^k) = 1 - x + (1 - 2^-k) x^2 / 2 - ...`` with ``x = alpha B^2``. Of the terms left
+    out the steps that follow, :data:`LEAST_STEPS` or more, leave 2e-7.
+    """
+    second = 0.5 * (1.0 - tl.exp2(-merged.to(tl.float32)))
+    return alpha * (b_rows - split_product(b_rows, (second * alpha) * b_square, SPLIT))
+
+
+@triton.jit
 def newton_inverse_in_memory(
     b_a, p_b, p_y, p_by, iterations, ridge,
     BLOCK_M: tl.constexpr, PANEL: tl.constexpr, HALVING: tl.constexpr, SPLIT: tl.constexpr,
@@ -128,18 +160,27 @@ def newton_inverse_in_memory(
     tl.store(p_b + offs, tl.where(b_eye, b_a + ridge, b_a))
     norm = tl.max(tl.sum(b_a, 1), 0)
     tl.debug_barrier()
-    reciprocal = 0.0
+    merged = 0
     if HALVING:
+        reciprocal = 0.0
         b_right = tl.load(p_b + offs)
         for first in range(0, BLOCK_M, PANEL):
             b_square = split_product(tl.load(p_b + first * BLOCK_M + panel_offs), b_right, SPLIT)
+            tl.store(p_by + first * BLOCK_M + panel_offs, b_square)
             b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
             reciprocal = tl.maximum(reciprocal, start_bound(b_square, b_diagonal))
-    bound = start_value(norm, ridge, reciprocal)
-    tl.store(p_y + offs, bound * tl.load(p_b + offs))
+        alpha, merged = merged_start(norm, ridge, reciprocal, iterations)
+        tl.debug_barrier()
+        b_right = tl.load(p_by + offs)
+        for first in range(0, BLOCK_M, PANEL):
+            b_rows = tl.load(p_b + first * BLOCK_M + panel_offs)
+            b_rows = merged_steps(b_rows, b_right, alpha, merged, SPLIT)
+            tl.store(p_y + first * BLOCK_M + panel_offs, b_rows)
+    else:
+        tl.store(p_y + offs, start_value(norm, ridge, 0.0) * tl.load(p_b + offs))
     tl.debug_barrier()
     remaining = BLOCK_M * 1.0
-    for step in range(iterations):
+    for step in range(merged, iterations):
         if remaining > CONVERGED:
             b_right = tl.load(p_y + offs)
             trace = 0.0
