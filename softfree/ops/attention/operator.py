@@ -57,6 +57,10 @@ def soft_attention(
     (SOFT, ``normalize=False``). The inverse is regularised: see :func:`softfree.newton_inverse` and
     :func:`softfree.ridge_solve`.
 
+    On a CPU scales may be mixed, some landmarks far out and others close together. The Triton kernels lose digits where
+    ``scale * ||l - mean(l)||^2`` exceeds some 1e4. float16 gradients beyond 65,504 are infinite though every input is
+    finite: train in bfloat16, or with ``torch.amp.GradScaler``.
+
     Args:
         q: queries, (batch, heads, n_q, d); float16, bfloat16, float32 or float64. Scores, exponentials,
             sums and the inverse are computed in float32 (float64 for float64) whatever the dtype.
