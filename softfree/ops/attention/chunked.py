@@ -215,15 +215,11 @@ class _Landmarks:
             self._prepare(self.values - self.centre)
 
     def _prepare(self, centred: Tensor) -> Tensor:
-        """Both sides of products with the centred landmarks (batch, heads, m, d); returns their squared norms."""
+        """Keep centred landmarks (batch, heads, m, d), scaled, as a side of the exponent; return their squared norms."""
         scaled = centred.flatten(0, 1).mul_(self.root)
-        norms = scaled.square().sum(-1)
-        rows, count, channels = scaled.shape
-        self.factor = scaled.new_empty(rows, channels + 2, count)
-        self.factor[:, :channels] = scaled.mT
-        self.factor[:, channels] = -0.5
-        torch.mul(norms, -0.5, out=self.factor[:, channels + 1])
-        self.scaled = scaled
+        norms = scaled.square().sum(-1, keepdim=True)
+        ends = (torch.full_like(norms, -0.5), norms * -0.5)
+        self.side = torch.cat([scaled, *ends], -1)  # (batch * heads, m, d + 2)
         return norms
 
     def rows(self, batch: slice) -> slice:
@@ -237,9 +233,9 @@ class _Landmarks:
 
         ``points`` (rows, chunk, d + 2) end in a 1, so that a product with them sums E as well; so do the landmarks here.
         """
-        scaled = self.scaled[self.rows(batch)]
+        factor, channels = self.root / LOG2_E, grad.shape[-1]
+        scaled = self.side[self.rows(batch), :, :channels]
         e = e.to(scaled.dtype)  # what cancels in the exponent cancels here, too
-        factor, channels = self.root / LOG2_E, scaled.shape[-1]
         into = torch.bmm(e.mT, points)
         into = into[..., :channels].addcmul_(into[..., -1:], scaled, value=-1)
         grad_landmarks.add_(into.view(grad_landmarks.shape), alpha=factor)
@@ -265,7 +261,7 @@ class _Tokens:
         marks = self.landmarks
         tokens = self.tokens[batch, :, chunk]
         rows, heads, length, channels = tokens.shape
-        points = marks.scratch(self.name, (rows, heads, length, channels + 2), marks.factor.dtype)
+        points = marks.scratch(self.name, (rows, heads, length, channels + 2), marks.side.dtype)
         scaled, norms = points[..., :channels], points[..., channels]
         torch.sub(tokens, marks.centre[batch], out=scaled).mul_(marks.root)
         torch.linalg.vector_norm(scaled, dim=-1, out=norms).square_()
@@ -293,10 +289,12 @@ class _Tokens:
             points = tokens.to(exponent.dtype).flatten(0, 1)
             distance = squared_distance(points, marks.values[batch].flatten(0, 1))
             torch.mul(distance, -0.5 * marks.root**2, out=exponent)
-        elif marks.far:
-            exponent.copy_(torch.bmm(self.points(batch, chunk), marks.factor[marks.rows(batch)]))
         else:
-            torch.bmm(self.points(batch, chunk), marks.factor[marks.rows(batch)], out=exponent)
+            side = marks.side[marks.rows(batch)].mT
+            if marks.far:
+                exponent.copy_(torch.bmm(self.points(batch, chunk), side))
+            else:
+                torch.bmm(self.points(batch, chunk), side, out=exponent)
         if not marks.on_cpu:
             exponent.clamp_(max=0)  # nobody has looked whether terms are small enough
         values = exponent.exp2_()
