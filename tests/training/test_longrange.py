@@ -8,7 +8,7 @@ import torch
 import softfree_cli
 from softfree.commands.settings import resolve
 from softfree.data.longrange import TASKS, PadSequences
-from softfree.layers import ATTENTIONS
+from softfree.layers import ATTENTIONS, attention
 from softfree.training.checkpoint import read_weights
 from softfree.training.longrange import RECIPES, LongRange, score_labels
 
@@ -229,3 +229,19 @@ def test_a_checkpoint_of_another_task_is_refused(reviews, tmp_path):
     path.write_text(path.read_text().replace('"task": "longrange"', '"task": "classification"'))
     with pytest.raises(ValueError, match="is a checkpoint of classification, not of longrange"):
         LongRange.load(tmp_path / "out" / "best")
+
+
+@pytest.mark.slow
+def test_twins_is_solved_by_attention_and_by_nothing_without(tmp_path):
+    """As many landmarks as cells; with the attention's term at 0, nothing passes from cell to cell."""
+
+    def accuracy(name, steps):
+        options = ["--task", "twins", "--attention", "softfree", "--steps", steps]
+        options += ["--device", "cpu", "--output", str(tmp_path / name)]
+        LongRange.run(parse(options))
+        return json.loads((tmp_path / name / "test.json").read_text())["accuracy"]
+
+    assert accuracy("softfree", "400") >= 99
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "soft_attention", lambda q, k, v, *_, **__: torch.zeros_like(v))
+        assert 49 < accuracy("without", "100") < 51
