@@ -139,20 +139,20 @@ def register(
         @staticmethod
         def vmap(info: Any, in_dims: tuple, *flat: Any) -> Any:
             """One call a sample."""
-            calls = [
-                call(
-                    *with_records(
-                        [
-                            x if d is None else x.select(d, sample)
-                            for x, d in zip(flat, in_dims, strict=True)
-                        ]
-                    )
-                )
-                for sample in range(info.batch_size)
-            ]
+
+            def one(sample: int) -> Any:
+                values = [
+                    x if d is None else x.select(d, sample)
+                    for x, d in zip(flat, in_dims, strict=True)
+                ]
+                return call(*with_records(values))
+
+            calls = [one(sample) for sample in range(info.batch_size)]
             if isinstance(calls[0], Tensor):
                 return torch.stack(calls), 0
-            return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+            parts = zip(*calls, strict=True)
+            outputs = tuple(LEFT_OUT if part[0] is None else torch.stack(part) for part in parts)
+            return outputs, tuple(None if output is None else 0 for output in outputs)
 
     def gradients(ctx: Any, grads: tuple, count: int) -> tuple:
         if gradient is None:
@@ -168,11 +168,10 @@ def register(
             with _C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & _C._after_autograd_keyset, *flat)
 
-        inputs = with_records(flat)
-        tensors = flatten(*inputs[:leading])
-        _refuse_tangents(name, tensors)
-        if torch.is_grad_enabled() and _C._any_requires_grad(*tensors):
-            return Differentiable.apply(below_autograd, inputs, *tensors)
+        _refuse_tangents(name, flat)
+        if torch.is_grad_enabled() and _C._any_requires_grad(*flat):
+            inputs = with_records(flat)
+            return Differentiable.apply(below_autograd, inputs, *flatten(*inputs[:leading]))
         return below_autograd()
 
     LIBRARY.impl(name, with_autograd, "Autograd", with_keyset=True)
@@ -209,11 +208,11 @@ def _observed(tensors: Sequence[Tensor | None]) -> bool:
     return False
 
 
-def _refuse_tangents(name: str, tensors: Sequence[Tensor | None]) -> None:
+def _refuse_tangents(name: str, inputs: Sequence[Any]) -> None:
     """Raise if a tensor has a tangent, which would be lost."""
     if forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
-        for tensor in tensors
+        isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+        for value in inputs
     ):
         _refuse(name, "forward-mode derivative")
 

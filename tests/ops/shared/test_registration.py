@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import softfree
-from softfree.ops.shared.registration import register
+from softfree.ops.shared.registration import LEFT_OUT, register
 
 
 def scaled(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
@@ -65,3 +66,64 @@ def test_compiled_code_has_the_operator_as_one_node(operator):
     compiled = torch.compile(lambda x, y: operator(x, y, factor)[0].sum(), backend="aot_eager")
     compiled(x, y).backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, factor))
+
+
+def halves(x: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    return x / 2, x * 1 if keep else LEFT_OUT
+
+
+def test_an_output_that_is_left_out_is_an_empty_tensor_to_onlookers():
+    shapes = lambda x, keep: (torch.empty_like(x), x.new_empty(x.shape if keep else 0))  # noqa: E731
+    call = register("halves_for_a_test", halves, shapes)
+    operator = torch.ops.softfree.halves_for_a_test.default
+    x = torch.randn(3, 4)
+    for keep in (True, False):
+        torch.library.opcheck(operator, (x, keep), test_utils=("test_schema", "test_faketensor"))
+    assert call(x, False)[1] is None
+    assert operator(x, False)[1].shape == (0,)
+    assert torch.equal(torch.func.vmap(lambda row: call(row, False)[0])(x), x / 2)
+
+
+class Counting(TorchDispatchMode):
+    """Keeps the names of what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(Tensor):
+    """Not a plain tensor."""
+
+
+@pytest.mark.parametrize("onlooker", ["mode", "profiler", "meta", "jit", "subclass", "nobody"])
+def test_whoever_looks_on_sees_the_operator(operator, onlooker):
+    x, y, factor = inputs()
+    name, seen = "softfree::scaled_for_a_test", []
+    if onlooker == "mode":
+        with Counting() as counting:
+            operator(x, y, factor)
+        seen = counting.names
+    elif onlooker == "profiler":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as run:
+            operator(x, y, factor)
+        seen = [event.key for event in run.key_averages()]
+    elif onlooker == "meta":
+        assert operator(x.to("meta"), None, factor)[0].is_meta
+        return
+    elif onlooker == "jit":
+        traced = torch.jit.trace(lambda x: operator(x, None, factor)[0], (x.detach(),))
+        seen = [node.kind() for node in traced.graph.nodes()]
+    elif onlooker == "subclass":
+        found = operator(x.detach().as_subclass(Wrapped), None, factor)[0]
+        assert torch.equal(found.as_subclass(Tensor), x * factor)
+        return
+    else:
+        out = operator(x, y, factor)[0]
+        assert out.grad_fn.name() == "DifferentiableBackward"
+        return
+    assert name in seen
