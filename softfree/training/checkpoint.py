@@ -231,9 +231,9 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
         settings = read_json(file)
     except (ValueError, OSError) as error:
         raise ValueError(_damaged(file, error)) from error
-    for part, values in settings.items():
-        if part != "recipe" and not isinstance(values, dict):
-            raise ValueError(f"{file}: {part!a} must be a mapping, got {values!a:.60}")
+    for part in (*OF_THE_RUN, "optim"):
+        if not isinstance(values := settings.get(part, {}), dict):
+            raise ValueError(f"{file}: {part!r} must be a mapping, got {values!a:.60}")
     return settings
 
 

@@ -232,18 +232,17 @@ class Position:
         """The position that ``values``, of a file from outside, give."""
         if not isinstance(values, dict):
             raise ValueError(f"{file}: 'position' must be a mapping, got {values!a:.60}")
-        for field in dataclasses.fields(cls):
-            value = values.get(field.name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            if field.name == "best":
-                fine = value is None or (isinstance(value, (int, float)) and value == value)
-            else:
-                fine = whole
-            if not fine:
+        found: dict[str, Any] = {f.name: values.get(f.name) for f in dataclasses.fields(cls)}
+        best = found.pop("best")
+        for name, value in found.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(
-                    f"{file}: {field.name!r} of the position must be a number, got {value!a:.60}"
+                    f"{file}: {name!r} of the position must be a whole number, got {value!a:.60}"
                 )
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+        if best is not None and not isinstance(best, (int, float)):
+            raise ValueError(f"{file}: 'best' of the position must be a number, got {best!a:.60}")
+        # Runs of before 0.2 may have begun with a score that was no number.
+        return cls(**found, best=None if best != best else best)
 
 
 @dataclasses.dataclass(frozen=True)

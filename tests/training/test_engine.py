@@ -498,6 +498,8 @@ def cut(tensor):
             "head.bias must have step, exp_avg, exp_avg_sq",
         ),
         ("state.pt", lambda s: s["position"].update(step="8"), "'step' of the position must be"),
+        ("state.pt", lambda s: s["position"].update(best="8"), "'best' of the position must be"),
+        ("state.pt", lambda s: s["position"].pop("evaluated"), "'evaluated' of the position must"),
         ("state.pt", lambda s: s.pop("position"), "'position' must be a mapping, got None"),
         ("ema.safetensors", lambda w: w.pop("head.bias"), "ema.safetensors .*head.bias is missing"),
         (
