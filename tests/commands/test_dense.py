@@ -17,7 +17,7 @@ import softfree.data.detection
 import softfree.data.segmentation
 from softfree.commands import check_data, predict, train, validate
 from softfree.commands.predict.detector import ObjectDetector
-from softfree.commands.predict.drawing import LETTERS, colour
+from softfree.commands.predict.drawing import LETTERS, colour, place_labels, rows_of_pictures
 from softfree.data.coco import shape_annotations
 from softfree.data.shapes import CLASSES, draw_shapes
 
@@ -94,6 +94,39 @@ def test_a_label_at_the_right_edge_is_drawn_whole(tmp_path):
     label = f"{entry['label']} {entry['score']:.0%}"
     width = ImageFont.load_default(LETTERS).getlength(label)
     assert (row == colour(1)).all(-1).sum() > width
+
+
+def test_labels_do_not_hide_each_other_and_stay_in_the_picture():
+    boxes = [(10.0, 50.0, 60.0, 90.0)] * 4 + [(0.0, 0.0, 30.0, 20.0), (90.0, 95.0, 100.0, 100.0)]
+    places = place_labels(boxes, [40.0] * 6, (100, 200))
+    height = LETTERS + 4
+    for index, (left, top) in enumerate(places):
+        assert left >= 0 and left + 40 <= 100 and top >= 0 and top + height <= 200
+        for other_left, other_top in places[:index]:
+            apart = abs(left - other_left) >= 40 or abs(top - other_top) >= height
+            assert apart, (places, index)
+    assert places[0] == (10.0, 50.0 - height)
+
+
+def test_the_truth_has_no_score_and_classes_have_colours_of_their_own(tmp_path):
+    colours = [colour(index) for index in range(21)]
+    for index, one in enumerate(colours):
+        for other in colours[:index]:
+            assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) > 40
+    detector = ObjectDetector.__new__(ObjectDetector)
+    detector.class_names = ["background", "cat"]
+    drawn = []
+    for scored in ({}, {"score": 1.0}):
+        entry = {"label": "cat", "box": [100, 100, 200, 200], **scored}
+        detector.draw(tmp_path / "a.png", Image.new("RGB", (480, 480)), {"objects": [entry]})
+        drawn.append(np.asarray(Image.open(tmp_path / "a.png")))
+    label = np.argwhere((drawn[0] != drawn[1]).any(-1))
+    assert label[:, 1].min() > 100 + 20  # what follows the name
+
+
+def test_rows_of_pictures_have_names():
+    page = rows_of_pictures({"truth": [Image.new("RGB", (40, 20))], "a model": []}, height=40)
+    assert page.height >= 80 and (np.asarray(page)[:40, :60] < 100).any()
 
 
 def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):

@@ -12,7 +12,16 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import draw_segmentation_masks
 
 from softfree.commands.predict.base import LISTED, Listing
-from softfree.commands.predict.drawing import LETTERS, OPACITY, colour, enlarged, masks_at, save
+from softfree.commands.predict.drawing import (
+    LETTERS,
+    OPACITY,
+    colour,
+    enlarged,
+    ink_on,
+    masks_at,
+    place_labels,
+    save,
+)
 from softfree.data.coco import encode_masks
 from softfree.training.coco_metrics import MASK_THRESHOLD
 from softfree.training.detection import Detection, detect
@@ -90,15 +99,18 @@ class ObjectDetector:
         page = to_pil_image(drawn)
         pen, font = ImageDraw.Draw(page), ImageFont.load_default(LETTERS)
         scale = page.width / picture.width
-        # The most certain are drawn last, on top.
-        for entry, fill in reversed(list(zip(objects, colours, strict=True))):
-            box = [scale * number for number in entry["box"]]
+        boxes = [[scale * number for number in entry["box"]] for entry in objects]
+        # The truth has no score.
+        labels = [
+            f"{entry['label']} {entry['score']:.0%}" if "score" in entry else entry["label"]
+            for entry in objects
+        ]
+        widths = [font.getlength(label) + 6 for label in labels]
+        # The most certain are drawn last, on top, and labels over all boxes.
+        for box, fill in reversed(list(zip(boxes, colours, strict=True))):
             pen.rectangle(box, outline=fill, width=3)
-            label = f"{entry['label']} {entry['score']:.0%}"
-            # Above the box, or inside where there is no room above.
-            top, width = max(0.0, box[1] - LETTERS - 4), font.getlength(label) + 6
-            # Within the picture, also where the box begins at its right edge.
-            left = max(0.0, min(box[0], page.width - width))
+        places = place_labels(boxes, widths, page.size)
+        for label, (left, top), width, fill in zip(labels, places, widths, colours, strict=True):
             pen.rectangle((left, top, left + width, top + LETTERS + 4), fill=fill)
-            pen.text((left + 3, top), label, "white", font)
+            pen.text((left + 3, top), label, ink_on(fill), font)
         save(path, page)
