@@ -347,7 +347,8 @@ function showControls() {
     ? `This layer is ${layer.kind}: the maps show what it computes.`
     : "All attentions use the same queries, which this layer computed from the photo; in SOFT they are the keys, "
       + "too. SOFT and SOFT++ differ in the normalisation of the inverse only. Softmax is what softmax attention "
-      + "would do with these queries and keys: not a model trained with it. Newton steps act on SOFT and SOFT++.";
+      + "would do with these queries and keys: not a model trained with it."
+      + (layer.steps === undefined ? "" : " Newton steps act on SOFT and SOFT++.");
   showSteps();
 }
 
