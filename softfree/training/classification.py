@@ -201,15 +201,16 @@ RECIPES = {
                 layer_decay=0.75, clip_grad=1.0,
             ),
         ),
-        # For hundreds of pictures: small batches, for many steps, and pictures that vary more.
+        # For hundreds of pictures: small batches, for many steps, and pictures that vary more. Not more than this: in so
+        # few steps a model learns nothing from mixed pictures.
         ClassificationSettings(
             "small",
             model=ModelSettings(img_size=128, drop_path=0.1),
             augment=AugmentSettings(
-                scale=(0.35, 1.0), aa="rand-m9-mstd0.5-inc1", reprob=0.25, cutmix=1.0, crop_pct=1.0
+                scale=(0.35, 1.0), aa="rand-m5-mstd0.5-inc1", reprob=0.1, crop_pct=1.0
             ),
             optim=OptimSettings(
-                batch_size=16, epochs=50, warmup_epochs=5, warmup_lr=1e-6, lr=5e-4, min_lr=1e-5,
+                batch_size=16, epochs=50, warmup_epochs=5, warmup_lr=1e-6, lr=1e-3, min_lr=1e-5,
                 clip_grad=1.0,
             ),
             run=RunSettings(log_interval=10),

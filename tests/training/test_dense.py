@@ -1,6 +1,9 @@
 """Parameter groups of dense models: every parameter once, no decay where none is due, slower early layers."""
 
+import dataclasses
+
 import pytest
+import timm
 import torch
 
 from softfree.commands.settings import resolve
@@ -10,8 +13,10 @@ from softfree.training.dense import (
     BackboneSettings,
     any_sizes,
 )
+from softfree.training.detection import RECIPES as DETECTION
 from softfree.training.detection import Detection
 from softfree.training.parameters import parameter_groups
+from softfree.training.segmentation import RECIPES as SEGMENTATION
 from softfree.training.segmentation import Segmentation
 from softfree.training.settings import OptimSettings
 from tests.models.small import PYRAMID
@@ -113,3 +118,30 @@ def test_cudnn_does_not_time_its_algorithms_for_every_size(monkeypatch):
     with any_sizes():
         assert not torch.backends.cudnn.benchmark
     assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize("task, recipes", [(Detection, DETECTION), (Segmentation, SEGMENTATION)])
+def test_a_backbone_starts_from_the_weights_that_timm_fetches(task, recipes, tmp_path, monkeypatch):
+    source = timm.create_model("resnet10t")
+    path = tmp_path / "resnet10t.pth"
+    torch.save(source.state_dict(), path)
+    create, fetched = timm.create_model, []
+
+    def fetch(name, pretrained=False, **kwargs):
+        fetched.append(bool(pretrained))
+        overlay = {"pretrained_cfg_overlay": {"file": str(path)}} if pretrained else {}
+        return create(name, pretrained=pretrained, **overlay, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", fetch)
+    given = BackboneSettings(model="resnet10t", pretrained=True)
+    made = task(dataclasses.replace(recipes["shapes"], backbone=given))
+    weights = made.build_model().state_dict()
+    first = next(value for name, value in weights.items() if name.endswith("conv1.0.weight"))
+    assert torch.equal(first, source.conv1[0].weight) and fetched.count(True) == 1
+    assert "pretrained" not in str(made.metadata())
+    made.resumes = True
+    made.build_model()
+    assert fetched.count(True) == 1
+    given = dataclasses.replace(given, backbone_checkpoint="a.pth")
+    with pytest.raises(ValueError, match="can't be used together"):
+        task(dataclasses.replace(recipes["shapes"], backbone=given)).build_model()
