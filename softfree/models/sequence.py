@@ -20,7 +20,7 @@ POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "none")
 # The SOFT papers' settings for sequences, and those of the Nyströmformer's comparison for its rivals. SOFT's gain
 # is ours: without it what the layer adds is large and nearly the same for all tokens, and it hardly learns ListOps.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "softfree": dict(landmarks="average:256", stride=4),
+    "softfree": dict(landmarks="average:256", stride=4, landmark_norm=True),
     "soft": dict(landmarks="average", stride=4, query_gain=2),
     "softpp": dict(landmarks="average", stride=4),
     "linformer": dict(slots=256),

@@ -303,3 +303,17 @@ def test_a_row_at_2048_pixels_holds_no_square_matrix():
     )
     assert heat[0].shape == (1, 512, 512) and heat[0].isfinite().all()
     assert held < 200 * 2**20
+
+
+@pytest.mark.parametrize("name", ["softfree_tiny", "softpp_tiny"])
+def test_before_training_tokens_of_our_own_model_see_different_places_and_those_of_softpp_the_same(
+    name,
+):
+    torch.manual_seed(0)
+    noise = (torch.randn(1, 3, side, side) for side in (4, 8, 16, 56))
+    image = sum(nn.functional.interpolate(x, size=(224, 224), mode="bicubic") for x in noise)
+    found = capture_attention(timm.create_model(name, depths=(1, 1, 1, 1)), image / 2)
+    for layer in found.soft_layers:
+        rows = layer.rows(range(0, layer.tokens, max(1, layer.tokens // 64)))
+        differing = ((rows - rows.mean(1, keepdim=True)).norm() / rows.norm()).item()
+        assert differing > 0.4 if name == "softfree_tiny" else differing < 0.1, layer.name
