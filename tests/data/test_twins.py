@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from softfree.data.longrange import UNLABELLED, PadSequences, load_longrange
-from softfree.data.twins import COUNTS, SPLITS, draw_twins
+from softfree.data.twins import COUNTS, SPLITS, draw_twin_picture, draw_twins
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -45,3 +45,12 @@ def test_the_task_needs_no_files_and_pads_what_is_shorter():
     batch = PadSequences(64)([(values, labels), (other[:10], labels[:10])])
     assert batch.mask is not None and batch.mask.sum(1).tolist() == [64, 10]
     assert (batch.labels[1, 10:] == UNLABELLED).all() and (batch.tokens[1, 10:] == 0).all()
+
+
+def test_a_picture_has_cells_of_which_half_have_a_twin_and_its_class_map_says_which():
+    picture, classes = draw_twin_picture(5, "dev")
+    assert picture.shape == (64, 64, 3) and classes.shape == (64, 64)
+    cells = picture.reshape(8, 8, 8, 8, 3).swapaxes(1, 2).reshape(64, -1)
+    equals = (cells[:, None] == cells).all(-1).sum(1) - 1
+    assert np.array_equal(equals, classes[::8, ::8].ravel()) and classes.mean() == 0.5
+    assert np.array_equal(classes, classes[::8, ::8].repeat(8, 0).repeat(8, 1))
