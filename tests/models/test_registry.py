@@ -58,7 +58,7 @@ def test_our_own_models_norm_their_queries_and_learn_the_width_of_their_kernels(
             assert attention.log_bandwidth.shape == (attention.num_heads,)
             assert (attention.log_bandwidth == 0).all()
             assert (type(attention.sampler).__name__, attention.sampler.count) == (
-                "AverageLandmarks", 49,
+                "AverageLandmarks", 128,
             )  # fmt: skip
 
 
