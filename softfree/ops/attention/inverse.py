@@ -106,8 +106,6 @@ def factored_newton(a: Tensor, settings: InverseSettings) -> Tensor:
 class _NewtonInverse(torch.autograd.Function):
     """The iteration with the gradient of an inverse, dA = -Y^T dY Y^T (Eq. 12)."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(a: Tensor, settings: InverseSettings) -> Tensor:
         return newton_iterate(a, settings)
@@ -115,13 +113,23 @@ class _NewtonInverse(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
         ctx.save_for_backward(output)
-        ctx.save_for_forward(output)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         (y,) = ctx.saved_tensors
         with torch.autocast(y.device.type, enabled=False):
             return -(y.mT @ grad_y.to(y.dtype) @ y.mT), None
+
+
+class _TransformableInverse(_NewtonInverse):
+    """For ``torch.func`` and forward mode; dynamo takes no function with a ``jvp``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
 
     @staticmethod
     def jvp(ctx, da: Tensor, _):
@@ -171,7 +179,8 @@ def newton_inverse(
 def invert(a: Tensor, settings: InverseSettings) -> Tensor:
     """:func:`softfree.newton_inverse` without its checks."""
     with torch.autocast(a.device.type, enabled=False):
-        y = _NewtonInverse.apply(a.to(compute_dtype(a.dtype)), settings)
+        kind = _NewtonInverse if torch.compiler.is_compiling() else _TransformableInverse
+        y = kind.apply(a.to(compute_dtype(a.dtype)), settings)
     return y.to(a.dtype)
 
 

@@ -22,7 +22,9 @@ def squared_distance(x: Tensor, y: Tensor) -> Tensor:
 
 def gaussian_kernel(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     """``exp(-scale / 2 * ||x_i - y_j||^2)`` of (..., n, d) and (..., m, d): (..., n, m)."""
-    return torch.exp(-0.5 * scale * _SquaredDistance.apply(x, y))
+    # Compiled programs have first gradients alone, and dynamo takes no function with a ``jvp``.
+    distance = squared_distance if torch.compiler.is_compiling() else _SquaredDistance.apply
+    return torch.exp(-0.5 * scale * distance(x, y))
 
 
 class _SquaredDistance(torch.autograd.Function):
@@ -41,6 +43,10 @@ class _SquaredDistance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                points = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                return torch.autograd.grad(squared_distance(*points), points, grad)
         x, y = _centred(*ctx.saved_tensors)
         grad_x = 2 * (grad.sum(-1, keepdim=True) * x - grad @ y)
         grad_y = 2 * (grad.mT.sum(-1, keepdim=True) * y - grad.mT @ x)
