@@ -316,8 +316,15 @@ def test_maps_are_in_the_first_screen_of_a_laptop(page):
 def test_many_heads_lie_side_by_side(page):
     page.locator("#stages").get_by_label("4").check(force=True)
     page.locator("#all-heads").click()
-    boxes = [frame.bounding_box() for frame in page.locator("#maps .map").all()]
-    assert len({box["y"] for box in boxes}) == 3 and len({box["x"] for box in boxes}) == 4
+    until(lambda: all(page.locator("figcaption").all_inner_texts()))  # which take room below maps
+    places = page.evaluate(
+        """() => [...document.querySelectorAll("#maps .map")].map((map) => {
+            const { x, y } = map.getBoundingClientRect();
+            return [Math.round(x), Math.round(y)];
+        })"""
+    )
+    across, down = (set(of) for of in zip(*places, strict=True))
+    assert len(places) == 12 and len(across) == 4 and len(down) == 3
 
 
 def test_an_untrained_model_is_said_so_and_lists_no_classes(site, browser):
