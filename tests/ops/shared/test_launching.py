@@ -101,7 +101,7 @@ def halved(tensors):
         dict(gpu=1),
         dict(grid=(6,)),
     ],
-    ids=str,
+    ids=lambda change: " ".join(f"{key}={getattr(x, '__name__', x)}" for key, x in change.items()),
 )
 def test_whatever_triton_looks_at_is_looked_at_again(kernel, tensors, a_gpu, change):
     launch(kernel, (5,), tensors, (3, 0.5), BLOCK=16)
