@@ -69,11 +69,14 @@ def test_a_rival_takes_the_place_of_the_attention(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [(["query_norm=False", "query_gain=0.01"], "attends to everything alike"), ([], None)],
+    ("attention", "kwargs", "words"),
+    [
+        ("softpp", ["query_gain=0.01"], "attends to everything alike"),
+        ("softfree", [], None),
+    ],
 )
-def test_the_end_names_layers_that_do_little(tmp_path, capsys, kwargs, words):
-    options = ["--task", "twins", "--attention", "softfree", "--steps", "1", "--batch-size", "2"]
+def test_the_end_names_layers_that_do_little(tmp_path, capsys, attention, kwargs, words):
+    options = ["--task", "twins", "--attention", attention, "--steps", "1", "--batch-size", "2"]
     options += ["--device", "cpu", "--lr", "1e-9", "--output", str(tmp_path)]
     options += ["--model-kwargs", "stride=1", *kwargs]
     assert softfree_cli.main(["train", "longrange", *options]) == 0
