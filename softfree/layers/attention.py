@@ -238,11 +238,10 @@ class SoftAttention(SoftHeads):
             one per head that starts at 1 (``"learned:1.4"``: at 1.4).
         landmark_norm: the same norm of the landmarks. Means of normed queries lie inside their sphere, near each
             other where windows are mixed; it moves them back onto it.
-        gate: what heads attend to is multiplied by SiLU of a projection more of ``x``, before the one at the end.
         context_dim: channels of the ``context``, which has to be given then; queries have a projection of their own.
         dropout: of what heads attend to, before the projection at the end: there is no matrix of weights
             whose entries could be dropped.
-        qv_bias: biases of the projections to queries and values, and of the gate's.
+        qv_bias: biases of the projections to queries and values.
         query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
             further apart.
         output_gain: the same for those of the projection at the end.
@@ -282,7 +281,6 @@ class SoftAttention(SoftHeads):
         query_norm: bool = False,
         bandwidth: float | str = 1.0,
         landmark_norm: bool = False,
-        gate: bool = False,
         context_dim: int | None = None,
         dropout: float = 0.0,
         qv_bias: bool = True,
@@ -316,7 +314,6 @@ class SoftAttention(SoftHeads):
         self.qv = nn.Linear(context_dim or dim, 2 * dim, bias=qv_bias)
         self.q = nn.Linear(dim, dim, bias=qv_bias) if context_dim else None
         self.create_sampler(landmarks, stride, value_conv, strict_landmarks)
-        self.gate = nn.Linear(dim, dim, bias=qv_bias) if gate else None
         self.proj = nn.Linear(dim, dim)
         if landmark_gain != 1 and not isinstance(self.sampler, ConvLandmarks):
             raise ValueError(
@@ -362,14 +359,12 @@ class SoftAttention(SoftHeads):
         elif context is not None:
             q = self.split(query_projection(self.qv, x))
         out = self.attend(q, k.transpose(1, 2), v.transpose(1, 2), size, mask)
-        if self.gate is not None:
-            out = out * F.silu(self.gate(x))
         return self.proj(out)
 
     def _is_one_operator(self, x: Tensor) -> bool:
         """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
         conv: Any = self.value_conv
-        if self.volume or self.gate is not None or (self.dropout and self.training):
+        if self.volume or (self.dropout and self.training):
             return False
         if not are_plain((self.qv, nn.Linear), (self.proj, nn.Linear), (conv, ValueConv)):
             return False

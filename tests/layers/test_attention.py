@@ -531,14 +531,3 @@ def test_queries_keys_and_values_by_habit_get_an_error_that_names_the_context(se
     x = tokens(6)
     with pytest.raises(TypeError, match="context=tokens.*MultiheadSoftAttention"):
         layer(sequence=sequence)(x, x, x)
-
-
-def test_a_gate_multiplies_what_is_projected():
-    gated, x = layer(gate=True, value_conv=3), tokens(35)
-    plain = layer(value_conv=3)
-    assert set(gated.state_dict()) - set(plain.state_dict()) == {"gate.weight", "gate.bias"}
-    plain.load_state_dict(gated.state_dict(), strict=False)
-    torch.nn.init.eye_(plain.proj.weight)
-    torch.nn.init.zeros_(plain.proj.bias)
-    expected = gated.proj(plain(x, (7, 5)) * F.silu(gated.gate(x)))
-    torch.testing.assert_close(gated(x, (7, 5)), expected)
