@@ -26,7 +26,7 @@ class BackboneSettings:
     model_kwargs: tuple[str, ...] = ()
     """further arguments of the backbone: embed_dims=32,64,96,128 img_size=512 drop_path_rate=0.1"""
     landmarks: str = ""
-    """of softfree's backbones: conv:49 is at most 49 at any size, conv the papers' fixed stride; '': 49 of their own"""
+    """of softfree's backbones: conv:49 is at most 49 at any size, conv the papers' fixed stride; '': 49, or average:128 of softfree_*"""
     backbone_checkpoint: str = ""
     """weights to start the backbone from: a checkpoint folder, a .safetensors or a .pth file"""
     pretrained: bool = False
