@@ -1,6 +1,6 @@
 """What do landmarks cost? Accuracy on twins against their number, for each sampler, beside rivals and no attention.
 
-    python benchmarks/twins.py --seeds 0 1 2 --csv FILE --plot FILE          minutes on a GPU, an hour on a CPU
+    python benchmarks/twins.py --seeds 0 1 2 --csv FILE --draw FILE          minutes on a GPU, an hour on a CPU
     python benchmarks/twins.py softfree:spread softmax --landmarks 64 16     some of the rows
 
 Twins asks which of 64 cells occur twice (:mod:`softfree.data.twins`). Each row is the encoder of `softfree train longrange
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=OPTIM.steps)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--draw", type=Path)
     given = parser.parse_args()
     for attention in given.attentions:
         if attention not in known:
@@ -246,11 +246,11 @@ def main() -> None:
     rows = [{**vars(result), "steps": given.steps} for result in results]
     if given.csv is not None:
         write_csv(given.csv, rows, environment)
-    if given.plot is not None:
+    if given.draw is not None:
         seeds = f"mean of {len(given.seeds)} seeds, " if len(given.seeds) > 1 else ""
         where = f"{environment['device']}, {environment['date']}"
         title = f"Twins: two blocks, {given.steps} steps of {OPTIM.batch_size}; {seeds}{where}"
-        save_figure(draw(results, title), given.plot)
+        save_figure(draw(results, title), given.draw)
 
 
 if __name__ == "__main__":
