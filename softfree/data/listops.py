@@ -1,4 +1,4 @@
-"""ListOps of the Long Range Arena, made on the spot: nested operations on digits, to be evaluated.
+"""ListOps of the Long Range Arena, read or made on the spot: nested operations on digits, to be evaluated.
 
     [MAX 4 [MED 2 9 1 ] 0 ]   ->   4
 
@@ -32,6 +32,12 @@ END = 15
 _OPERATOR_SHARE = 0.25
 _TREES_AT_A_TIME = 8192
 _FORMAT = 1
+
+# LRA's files, and the first line of each.
+FILES = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}
+_HEADER = [b"Source", b"Target"]
+_WORDS = {f"[{name}".encode(): token for name, token in OPERATORS.items()} | {b"]": END}
+_WORDS |= {str(digit).encode(): DIGITS + digit for digit in range(10)}
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,52 @@ def load(
         "dev": samples.cut(test, test + dev),
         "test": samples.cut(0, test),
     }
+
+
+def find_files(folder: Path) -> dict[str, Path]:
+    """LRA's own files of train, dev and test in ``folder`` or its ``listops-1000``; {} if there are none."""
+    for root in (folder, folder / "listops-1000"):
+        paths = {split: root / name for split, name in FILES.items()}
+        missing = [path.name for path in paths.values() if not path.is_file()]
+        if not missing:
+            return paths
+        if len(missing) < len(paths):
+            raise FileNotFoundError(
+                f"`data_dir` {root} has some of LRA's files of ListOps, but not {', '.join(missing)}; "
+                "without any of them samples are made"
+            )
+    return {}
+
+
+def read_file(path: Path) -> Samples:
+    """Samples of a file of LRA's: a header, then lines of an expression, a tab and its value.
+
+    ( ( ( [MAX 4 ) 2 ) ] )      4           round brackets are left out, as LRA does
+    """
+    rows: list[bytes] = []
+    labels: list[int] = []
+    with path.open("rb") as file:
+        if file.readline().split() != _HEADER:
+            raise ValueError(f"`data_dir`: {path} must begin with the line Source, tab, Target")
+        for number, line in enumerate(file, 2):
+            source, _, target = line.rstrip(b"\r\n").partition(b"\t")
+            try:
+                row = bytes(map(_WORDS.__getitem__, source.translate(None, b"()").split()))
+                label = _WORDS[target] - DIGITS
+            except KeyError:
+                row, label = b"", 0
+            if not row or label > 9:
+                raise ValueError(
+                    f"`data_dir`: {path}, line {number} must be an expression of "
+                    f"{', '.join(f'[{name}' for name in OPERATORS)}, digits and ], a tab and a digit, "
+                    f"got {line[:60].decode(errors='replace').strip()!a}"
+                )
+            rows.append(row)
+            labels.append(label)
+    if not rows:
+        raise ValueError(f"`data_dir`: {path} has no samples")
+    offsets = np.cumsum([0, *map(len, rows)])
+    return Samples(np.frombuffer(b"".join(rows), np.uint8), offsets, np.array(labels, np.uint8))
 
 
 def _make(path: Path, count: int, seed: int, rules: ListOpsRules) -> None:

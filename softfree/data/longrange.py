@@ -3,7 +3,7 @@
     data = load_longrange("text", Path("aclImdb"))
     loader = DataLoader(data.train, 32, collate_fn=PadSequences(data.task.length))
 
-    listops    made on the spot and cached, see :mod:`softfree.data.listops`
+    listops    LRA's tsv files, or made on the spot and cached, see :mod:`softfree.data.listops`
     text       IMDb's folders or json lines, one token per byte
     retrieval  LRA's tsv of document pairs, one token per byte
     image      CIFAR-10 as class folders or packed grids, grey, one token per pixel
@@ -17,6 +17,7 @@ import array
 import bz2
 import gzip
 import json
+import logging
 import lzma
 import math
 import os
@@ -38,6 +39,7 @@ from softfree.data.classification import load_images
 from softfree.data.images import ImageFiles, MapData, UnreadableImageError, open_image
 from softfree.data.listops import PAD, Samples
 
+logger = logging.getLogger(__name__)
 SIDE = 32
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SPLIT_SEED = 0
@@ -67,7 +69,7 @@ class LongRangeTask:
 TASKS = {
     task.name: task
     for task in (
-        LongRangeTask("listops", 2000, 32, 10, "nothing; samples are made and cached there"),
+        LongRangeTask("listops", 2000, 32, 10, "LRA's tsv files, or nothing: samples are made"),
         LongRangeTask(
             "text", 4000, 512, 2,
             "IMDb's train/ and test/, each with pos/ and neg/ of .txt files, or train.jsonl and test.jsonl "
@@ -140,15 +142,22 @@ def load_longrange(
 
     Args:
         name: listops, text, retrieval, image, pathfinder or twins.
-        data_dir: its files; for listops the folder of the cache, None for the user's cache folder.
-        seed: of the ListOps samples. What belongs to dev where a task has no such files never changes.
-        listops_sizes: ListOps samples in train, dev and test.
+        data_dir: its files; for listops without LRA's the folder of the cache, None for the user's cache folder.
+        seed: of the ListOps samples that are made. What belongs to dev where a task has no such files never changes.
+        listops_sizes: ListOps samples in train, dev and test, where they are made.
     """
     task = find_task(name)
     if name == "listops":
         # The user's cache folder, if no other is given.
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softfree"
-        found = listops.load(data_dir or cache, listops_sizes, seed)
+        files = listops.find_files(Path(data_dir)) if data_dir else {}
+        if files:
+            found = {split: listops.read_file(path) for split, path in files.items()}
+            sizes = ", ".join(f"{len(found[split].labels):,} in {files[split]}" for split in files)
+            if os.environ.get("RANK", "0") == "0":
+                logger.info("listops: LRA's samples, none are made: %s", sizes)
+        else:
+            found = listops.load(data_dir or cache, listops_sizes, seed)
         splits = (PackedSequences(found[name], 0, task.length) for name in ("train", "dev", "test"))
         return LongRangeData(task, tuple(map(str, range(10))), *splits)
     if name == "twins":

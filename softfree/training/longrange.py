@@ -48,11 +48,12 @@ class LongRangeDataSettings:
     task: str = "listops"
     """listops, text, retrieval, image, pathfinder or twins"""
     data_dir: str | None = None
-    """the task's files; twins needs none, nor does listops: it is made, and kept here or in the user's cache folder"""
+    """the task's files; twins needs none, nor does listops: without LRA's basic_train.tsv, ... here it is made, and kept
+    here or in the user's cache folder"""
     listops_train: int = 96_000
-    """training samples of listops"""
+    """training samples of listops, where it is made"""
     listops_eval: int = 2_000
-    """dev samples, and test samples, of listops"""
+    """dev samples, and test samples, of listops, where it is made"""
     listops_seed: int = 0
     """of the samples of listops"""
 

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from softfree.data.listops import to_text
 from softfree.data.longrange import CIFAR10, TASKS, PadSequences, load_longrange
 
 
@@ -280,6 +281,59 @@ def test_listops_is_made_in_the_folder_given_and_needs_no_other(tmp_path, monkey
         and tokens.max() < TASKS["listops"].vocab_size
     )
     assert 0 <= label < 10
+
+
+LRA_LINE = "( ( ( ( [MAX 4 ) ( ( ( [SM 9 ) 3 ) ] ) ) 1 ) ] )\t4\n"
+
+
+def write_lra_listops(root, *splits, line=LRA_LINE):
+    root.mkdir(exist_ok=True)
+    for count, split in enumerate(splits, 1):
+        (root / f"basic_{split}.tsv").write_text("Source\tTarget\n" + line * count)
+
+
+@pytest.mark.parametrize("outer", ["", "listops-1000"])
+def test_listops_reads_lras_own_files_and_says_so(tmp_path, caplog, outer):
+    caplog.set_level("INFO")
+    write_lra_listops(tmp_path / outer, "train", "val", "test")
+    data = load_longrange("listops", tmp_path)
+    assert [len(split) for split in (data.train, data.dev, data.test)] == [1, 2, 3]
+    tokens, label = data.test[2]
+    assert to_text(tokens.numpy()) == "[MAX 4 [SM 9 3 ] 1 ]" and label == 4
+    assert "listops: LRA's samples, none are made: 1 in" in caplog.text
+    assert not list(tmp_path.rglob("*.npz"))
+
+
+def test_some_of_lras_files_of_listops_are_refused_by_the_names_of_the_others(tmp_path):
+    write_lra_listops(tmp_path, "train", "test")
+    with pytest.raises(FileNotFoundError, match=r"but not basic_val.tsv; without any"):
+        load_longrange("listops", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "( [MAX 4 2 ] )\n",
+        "[MAX 4 2 ]\t12\n",
+        "[MAX 4 2 ]\t]\n",
+        "[MAX 42 ]\t4\n",
+        "N 4 ]\t4\n",
+        "\t4\n",
+    ],
+)
+def test_a_line_that_is_no_sample_of_listops_is_named(tmp_path, line):
+    write_lra_listops(tmp_path, "train", "val", "test", line=line)
+    with pytest.raises(ValueError, match=r"basic_train.tsv, line 2 must be an expression"):
+        load_longrange("listops", tmp_path)
+
+
+def test_a_file_of_listops_without_its_header_or_without_samples_is_named(tmp_path):
+    write_lra_listops(tmp_path, "train", "val", "test", line="")
+    with pytest.raises(ValueError, match="basic_train.tsv has no samples"):
+        load_longrange("listops", tmp_path)
+    (tmp_path / "basic_train.tsv").write_text(LRA_LINE)
+    with pytest.raises(ValueError, match="basic_train.tsv must begin with the line Source"):
+        load_longrange("listops", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["text", "retrieval", "image", "pathfinder"])
