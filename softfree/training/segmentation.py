@@ -51,7 +51,7 @@ class SegmentationDataSettings:
     short_side: int = 512
     """short side that pictures are resized to, in training before the cut; 0: as they are"""
     scales: tuple[float, float] = (1.0, 1.0)
-    """training: the short side is multiplied by a random number from here to here"""
+    """training: the short side is multiplied by a random number from here to here; needs a short side"""
     window: int = 0
     """evaluation: side of the windows that slide over a picture; 0: the whole picture at once"""
 
@@ -133,6 +133,11 @@ class Segmentation(DenseTask):
         low, high = given.scales
         if not 0 < low <= high:
             raise ValueError(f"`scales` must be above 0 and in order, got {low:g} {high:g}")
+        if not given.short_side and given.scales != (1.0, 1.0):
+            raise ValueError(
+                f"`scales` {low:g} {high:g} multiply the short side, but `short_side` is 0, pictures as they are: "
+                f"give one, such as that of the crop (`short_side` {given.crop}), or no `scales`"
+            )
         if data is None:
             data = load_segmentation(
                 given.data_dir, ignore_label=given.ignore_label, check=given.check_data

@@ -76,6 +76,10 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path):
         (dict(crop=0), "`crop` must be at least 1, got 0"),
         (dict(short_side=-1), "`short_side` must be at least 0, got -1"),
         (dict(window=-3), "`window` must be at least 0, got -3"),
+        (
+            dict(scales=(0.5, 2.0), short_side=0),
+            "`scales` 0.5 2 multiply the short side, but `short_side` is 0.* give one",
+        ),
         (dict(scales=(2.0, 1.0)), "`scales` must be above 0 and in order, got 2 1"),
     ],
 )
