@@ -74,6 +74,7 @@ class SegmentationDataset(ImageDataset):
         ids, ignored: values of the files that stand for a class, and those that stand for none.
         classes: from a value in the files, 0 .. 255, to its class; (256,) uint8.
         transform: applied to (image, class map), with torchvision's tv_tensors.
+        may_ignore: which value stands for none is up to the user.
     """
 
     pairs: Sequence[tuple[str, str]]
@@ -81,6 +82,7 @@ class SegmentationDataset(ImageDataset):
     classes: np.ndarray = field(default_factory=lambda: np.arange(256, dtype=np.uint8))
     ignored: tuple[int, ...] = (IGNORE,)
     transform: Callable[..., tuple[Tensor, Tensor]] | None = None
+    may_ignore: bool = False
     strict = False
 
     def __len__(self) -> int:
@@ -181,6 +183,7 @@ def load_split(
 def check_segmentation(dataset: SegmentationDataset) -> None:
     """Raise if a class map has another size than its picture, or a value that is not the data set's."""
     ids, bad = dataset.ids, []
+    strange: dict[int, list[str]] = {}  # by value
     known = [*ids, *dataset.ignored]
     for image, class_map in dataset.pairs:
         try:
@@ -193,18 +196,31 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
         except UnreadableImageError as error:
             bad.append(f"{image}: {error}")
             continue
-        beyond = np.setdiff1d(values, known)
         if size != values.shape[::-1]:
             bad.append(f"{class_map}: {_sizes(size, values.shape[::-1])}")
-        elif len(beyond):
-            bad.append(
-                f"{class_map}: class {beyond[0]}, but there are {len(ids)} ({ids[0]} to {ids[-1]}) "
-                f"and {' and '.join(map(str, dataset.ignored))} to ignore"
-            )
-    if bad:
-        raise ValueError(
-            f"{len(bad):,} of {len(dataset):,} pictures with their class maps can't be used: {some(bad)}"
+            continue
+        for value in np.setdiff1d(values, known).tolist():
+            strange.setdefault(value, []).append(class_map)
+    if not bad and not strange:
+        return
+    faults = [some(bad)] if bad else []
+    if strange:
+        found = []
+        for value, paths in sorted(strange.items()):
+            more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+            found.append(f"{paths[0]}{more}: class {value}")
+        fault = (
+            f"{some(found)}, but there are {len(ids)} ({ids[0]} to {ids[-1]}) "
+            f"and {' and '.join(map(str, dataset.ignored))} to ignore"
         )
+        if dataset.may_ignore and len(strange) == 1:
+            [value] = strange
+            fault += f"; if {value} stands for no class, `ignore_label` must be {value}"
+        faults.append(fault)
+    count = len(bad) + len(set().union(*strange.values()))
+    raise ValueError(
+        f"{count:,} of {len(dataset):,} pictures with their class maps can't be used: {'; '.join(faults)}"
+    )
 
 
 def read_class_ids(path: str | Path) -> np.ndarray:
@@ -351,7 +367,7 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
     images, class_maps = (find_split(root / name, SPLITS[split]) for name in ("images", "masks"))
     pairs = _pairs(images, class_maps)
     ignored = tuple(sorted({ignore_label, IGNORE}))
-    return SegmentationDataset(pairs, range(len(names)), classes, ignored), names
+    return SegmentationDataset(pairs, range(len(names)), classes, ignored, may_ignore=True), names
 
 
 def _lines(path: Path) -> list[str]:

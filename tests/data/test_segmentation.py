@@ -59,6 +59,24 @@ def test_what_is_ignored_is_told_as_it_was_given(tmp_path):
         load_segmentation(str(root), ignore_label=1)
 
 
+def test_a_value_of_many_class_maps_is_said_once_with_the_ignore_label_that_fits(tmp_path):
+    root = folders(tmp_path)
+    for name in ("b", "c"):
+        write_pair(root / f"images/train/{name}.png", root / f"masks/train/{name}.png", [[0, 7]])
+    with pytest.raises(ValueError, match=r"a.png and 2 more: class 7, .*") as error:
+        load_segmentation(str(root))
+    train = str(error.value).splitlines()[0]
+    assert train.count("class 7") == train.count("to ignore") == 1
+    assert "3 of 3 pictures" in train
+    assert "if 7 stands for no class, `ignore_label` must be 7" in train
+
+
+def test_of_several_values_beyond_the_classes_each_is_named_and_none_proposed(tmp_path):
+    with pytest.raises(ValueError, match=r"class 7, .*class 9, but there are 2") as error:
+        load_segmentation(str(folders(tmp_path, [[7, 9]])))
+    assert "1 of 1 pictures" in str(error.value) and "ignore_label" not in str(error.value)
+
+
 def test_faults_of_both_splits_are_named_and_a_common_one_once(tmp_path):
     with pytest.raises(
         ValueError, match=r"(?s)masks/train/a.png: class 7.*masks/val/a.png: class 7"
