@@ -142,8 +142,14 @@ def check_annotations(
             raise ValueError(f"{source} has no {section}")
     images = {image["id"]: image for image in annotations["images"]}
     categories = {category["id"] for category in annotations["categories"]}
+    listed = annotations["annotations"]
+    if masks and listed and not any(annotation.get("segmentation") for annotation in listed):
+        raise ValueError(
+            f"{source} has boxes alone, none of its {len(listed):,} annotations has a mask, which only Mask R-CNN "
+            "needs: train with `--detector retinanet`, check with `softfree check-data detection --no-masks`"
+        )
     bad, kept = [], []
-    for annotation in annotations["annotations"]:
+    for annotation in listed:
         if fault := _fault(annotation, images, categories, masks):
             bad.append(f"annotation {annotation.get('id', '?')!a:.30}: {fault}")
         else:

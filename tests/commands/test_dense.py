@@ -245,6 +245,21 @@ def write_shapes(root, task, suffix, train=3):
     (root / "classes.txt").write_text("\n".join(("ground", *CLASSES)))
 
 
+def test_a_set_of_boxes_alone_is_told_what_does_without_masks(tmp_path, capsys):
+    write_shapes(tmp_path, "detection", ".png")
+    for path in (tmp_path / "annotations").iterdir():
+        content = json.loads(path.read_text())
+        for annotation in content["annotations"]:
+            del annotation["segmentation"]
+        path.write_text(json.dumps(content))
+    given = ["detection", "--data-dir", str(tmp_path), "--workers", "0"]
+    with pytest.raises(ValueError, match="--detector retinanet.*--no-masks") as error:
+        check_data.main(given)
+    assert "skip_bad_annotations" not in str(error.value)
+    assert check_data.main([*given, "--no-masks"]) == 0
+    assert "no faults found" in capsys.readouterr().out
+
+
 def cut_in_half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
