@@ -563,6 +563,10 @@ class _Training:
         position, metric = self.position, self.task.metric
         began = time.monotonic()
         self._settle_buffers()
+        if position.evaluated == 0 and self.saved_step < 0:
+            # An evaluation that fails does not lose the run. And never `best` without `last`: an earlier run's, left
+            # alone, is told by that.
+            self._save(self.last, with_state=True)
         model = self.plain if self.ema is None else self.ema.module
         if self.whole_model is not None:
             distributed.set_weights(self.whole_model, distributed.get_weights(model))
@@ -579,9 +583,6 @@ class _Training:
         better = position.best is None or (
             score > position.best if self.task.higher_is_better else score < position.best
         )
-        if better and position.best is None and self.saved_step < 0:
-            # Never `best` without `last`: an earlier run's, left alone, is told by that.
-            self._save(self.last, with_state=True)
         position.evaluated = position.step
         if better:
             # None is a number that the next may be better than.

@@ -167,6 +167,19 @@ def test_a_signal_during_an_evaluation_ends_it_and_the_resumed_run_repeats_it(tm
     assert [int(row["step"]) for row in read(tmp_path / "stopped" / "eval.csv")] == [6, 12, 18]
 
 
+def test_an_evaluation_that_fails_does_not_lose_the_run(tmp_path):
+    class Failing(Toy):
+        def evaluate(self, model, batches, processes):
+            raise TypeError("no score")
+
+    run_toy(tmp_path / "whole", save_every="100")
+    with pytest.raises(TypeError, match="no score"):
+        run_toy(tmp_path / "failed", Failing(), save_every="100")
+    assert read_state(tmp_path / "failed" / "last")["position"]["step"] == SAMPLES // 8
+    run_toy(tmp_path / "failed", resume="auto", save_every="100")
+    assert_same_run(tmp_path / "whole", tmp_path / "failed")
+
+
 def test_a_run_stopped_before_its_first_step_continues_as_if_never_stopped(tmp_path):
     class StoppedWhileBuilding(Toy):
         def build_model(self):
