@@ -153,9 +153,9 @@ def load_longrange(
         files = listops.find_files(Path(data_dir)) if data_dir else {}
         if files:
             found = {split: listops.read_file(path) for split, path in files.items()}
-            sizes = ", ".join(f"{len(found[split].labels):,} in {files[split]}" for split in files)
             if os.environ.get("RANK", "0") == "0":
-                logger.info("listops: LRA's samples, none are made: %s", sizes)
+                sizes = " / ".join(f"{len(split.labels):,}" for split in found.values())
+                logger.info("listops: LRA's own samples in %s, %s", files["train"].parent, sizes)
         else:
             found = listops.load(data_dir or cache, listops_sizes, seed)
         splits = (PackedSequences(found[name], 0, task.length) for name in ("train", "dev", "test"))
