@@ -152,9 +152,9 @@ def test_plot_is_written_and_shows_curves(tmp_path):
     with Image.open(path) as picture:
         colours = picture.convert("RGB").getcolors(maxcolors=2**24)
         assert picture.width > 500 and picture.height > 400
-    blue, orange, green = (31, 119, 180), (255, 127, 14), (44, 160, 44)
+    blue, orange, yellow = (31, 119, 180), (255, 127, 14), (240, 180, 0)
     counts = {colour: count for count, colour in colours}
-    assert all(counts.get(colour, 0) > 200 for colour in (blue, orange, green))
+    assert all(counts.get(colour, 0) > 200 for colour in (blue, orange, yellow))
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -193,7 +193,7 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
         ),
         (["attention", "--draw", "costs.txt"], "--draw must end in .png, .svg, .pdf"),
         (["attention", "--csv", "."], "--csv must name a file, . is a folder"),
-        (["modle"], "One of attention, detector, memory, model, throughput; got 'modle'"),
+        (["modle"], "One of attention, detector, latency, memory, model, throughput; got 'modle'"),
         (["model"], "needs a name"),
         (["model", "softpp_tinny"], "no model 'softpp_tinny'; did you mean 'softpp_tiny'?"),
         (["model", "softpp_tiny", "--bench", "fly"], "--bench must be one of train, infer, both"),
