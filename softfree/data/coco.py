@@ -146,7 +146,7 @@ def check_annotations(
     if masks and listed and not any(annotation.get("segmentation") for annotation in listed):
         raise ValueError(
             f"{source} has boxes alone, none of its {len(listed):,} annotations has a mask, which only Mask R-CNN "
-            "needs: train with `--detector retinanet`, check with `softfree check-data detection --no-masks`"
+            "needs: train with `detector` retinanet, check with `no_masks`"
         )
     bad, kept = [], []
     for annotation in listed:

@@ -253,7 +253,7 @@ def test_a_set_of_boxes_alone_is_told_what_does_without_masks(tmp_path, capsys):
             del annotation["segmentation"]
         path.write_text(json.dumps(content))
     given = ["detection", "--data-dir", str(tmp_path), "--workers", "0"]
-    with pytest.raises(ValueError, match="--detector retinanet.*--no-masks") as error:
+    with pytest.raises(ValueError, match="`detector` retinanet.*`no_masks`") as error:
         check_data.main(given)
     assert "skip_bad_annotations" not in str(error.value)
     assert check_data.main([*given, "--no-masks"]) == 0
