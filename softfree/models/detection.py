@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from torchvision.models.detection import MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
@@ -56,29 +57,38 @@ class FeaturePyramid(nn.Module):
         return OrderedDict((name, x.float()) for name, x in maps.items())
 
 
-class _Checkpointing:
-    """Gives a detector timm's switch for recomputing activations, in its backbone."""
+class _Detector:
+    """What torchvision's detectors get here: steps of a training that take all pictures at once
+    (softfree.models.regions), and timm's switch for recomputing activations, in the backbone.
+    """
 
     backbone: FeaturePyramid
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.backbone.features.set_grad_checkpointing(enable)
-
-
-class _RetinaNet(_Checkpointing, RetinaNet):
-    """torchvision's, whose steps around the networks take all pictures at once (softfree.models.regions)."""
+    training: bool
+    transform: GeneralizedRCNNTransform
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         _batch_pictures(self.transform)
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.backbone.features.set_grad_checkpointing(enable)
+
     def forward(
         self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None
     ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
         if not self.training:
-            return super().forward(images, targets)
+            return super().forward(images, targets)  # type: ignore[misc]
         batch, targets = self.transform(images, targets)
         check_boxes(targets)
+        return self.losses(batch, targets)
+
+    def losses(self, batch: ImageList, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Of prepared pictures."""
+        raise NotImplementedError
+
+
+class _RetinaNet(_Detector, RetinaNet):
+    def losses(self, batch: ImageList, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         features = list(self.backbone(batch.tensors).values())
         return self.compute_loss(
             targets, self.head(features), self.anchor_generator(batch, features)
@@ -102,23 +112,14 @@ class _RetinaNet(_Checkpointing, RetinaNet):
         )
 
 
-class _MaskRCNN(_Checkpointing, MaskRCNN):
-    """torchvision's, whose steps between the networks take all pictures at once (softfree.models.regions)."""
-
+class _MaskRCNN(_Detector, MaskRCNN):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        _batch_pictures(self.transform)
         # They have torchvision's attributes, which its constructor has filled in, and other methods.
         self.rpn.__class__ = RegionProposals
         self.roi_heads.__class__ = RegionHeads
 
-    def forward(
-        self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None
-    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
-        if not self.training:
-            return super().forward(images, targets)
-        batch, targets = self.transform(images, targets)
-        check_boxes(targets)
+    def losses(self, batch: ImageList, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         features = self.backbone(batch.tensors)
         proposals, losses = self.rpn(batch, features, targets)
         _, more_losses = self.roi_heads(features, proposals, batch.image_sizes, targets)
