@@ -40,6 +40,7 @@ from softfree.training.logs import (
     TEST_RESULT,
     TRAIN_CSV,
     RunLog,
+    TimeLeft,
     Timer,
     peak_memory_gib,
 )
@@ -226,12 +227,16 @@ class Position:
     best_step: int = 0
     skipped: int = 0
     """steps left out so far since their gradient was not finite"""
+    unimproved: int = 0
+    """evaluations since the best one"""
 
     @classmethod
     def read(cls, file: Path, values: Any) -> "Position":
         """The position that ``values``, of a file from outside, give."""
         if not isinstance(values, dict):
             raise ValueError(f"{file}: 'position' must be a mapping, got {values!a:.60}")
+        # Older files do not count evaluations.
+        values = {"unimproved": 0, **values}
         found: dict[str, Any] = {f.name: values.get(f.name) for f in dataclasses.fields(cls)}
         best = found.pop("best")
         for name, value in found.items():
@@ -320,6 +325,8 @@ class _Training:
             optim, self._seed,
         )  # fmt: skip
         self.position = Position()
+        self.time_left = TimeLeft()
+        self.eval_every = run.eval_every or self.steps_per_epoch
         self.save_every, self.save_unit = parse_interval(run.save_every)
         self.saved_at, self.saved_step = time.monotonic(), -1
         if resume_from is not None:
@@ -483,7 +490,7 @@ class _Training:
                             scores = self._evaluate_and_keep_best(stop_request)
                         except _EvaluationStoppedError:
                             stopped = True
-                finished = position.step == total
+                finished = position.step == total or self._patience_is_over()
                 if save_now or stopped or finished or self._saving_is_due():
                     with timer.paused():
                         self._save_last()
@@ -496,6 +503,8 @@ class _Training:
                 if position.step % self.run.log_interval == 0 or position.step == total:
                     self._read_and_log(timer, batch)
             agreement.finish()
+            if finished and position.step < total:
+                self._say_why_it_ends()
         return Outcome(position, scores, stopped)
 
     def _step(self, batches: Iterator[Any]) -> Any:
@@ -530,15 +539,18 @@ class _Training:
         position = self.position
         means, skipped, in_a_row = self.optimizer.read()
         position.skipped += skipped
+        samples_per_s = timer.read()
+        self.time_left.note_step(self.sampler.global_batch / samples_per_s)
         numbers = {
             "epoch": position.step / self.steps_per_epoch,
             **means,
             "lr": self.schedule(position.step - 1),
-            "samples_per_s": timer.read(),
+            "samples_per_s": samples_per_s,
             "peak_gib": peak_memory_gib(self.device),
             "skipped_steps": position.skipped,
         }
-        self.log.steps_done(position.step, numbers, skipped)
+        ahead = self.schedule.total - position.step, self._evaluations_ahead()
+        self.log.steps_done(position.step, numbers, skipped, self.time_left(*ahead))
         if in_a_row >= self.run.max_skipped:
             self._seed(position.step - 1, self.optim.grad_accum_steps - 1)
             where = find_nonfinite(self.plain, lambda: self._loss(last_batch), self.processes)
@@ -556,8 +568,30 @@ class _Training:
 
     def _evaluation_is_due(self) -> bool:
         step = self.position.step
-        every = self.run.eval_every or self.steps_per_epoch
-        return step > self.position.evaluated and (step % every == 0 or step == self.schedule.total)
+        return step > self.position.evaluated and (
+            step % self.eval_every == 0 or step == self.schedule.total
+        )
+
+    def _evaluations_ahead(self) -> int:
+        """How many will come, right after a step: one may be due now."""
+        every, total = self.eval_every, self.schedule.total
+        return total // every - (self.position.step - 1) // every + (total % every > 0)
+
+    def _patience_is_over(self) -> bool:
+        """The same in all processes, since the scores are."""
+        return 0 < self.run.patience <= self.position.unimproved
+
+    def _say_why_it_ends(self) -> None:
+        position, total = self.position, self.schedule.total
+        self.log.say(
+            f"ended early at step {position.step:,} of {total:,}: no better {self.task.metric} in "
+            f"{position.unimproved} evaluations (patience {self.run.patience})"
+        )
+        reached, last = self.schedule(position.step - 1), self.schedule(total - 1)
+        if reached > last:
+            self.log.say(
+                f"the learning rate is still {reached:.2e}; the schedule would have ended at {last:.2e}"
+            )
 
     def _evaluate_and_keep_best(self, stop_request: StopRequest) -> dict[str, float]:
         position, metric = self.position, self.task.metric
@@ -584,19 +618,24 @@ class _Training:
             score > position.best if self.task.higher_is_better else score < position.best
         )
         position.evaluated = position.step
+        position.unimproved += 1
         if better:
+            if not math.isnan(score):
+                position.unimproved = 0
             # None is a number that the next may be better than.
             position.best = None if math.isnan(score) else score
             position.best_step = position.step
             self._save(self.best, with_state=False)
         unreadable = set(distributed.gather([*self.unreadable], self.processes))
+        seconds = time.monotonic() - began
+        self.time_left.note_evaluation(seconds)
         self.log.evaluated(
             position.step,
             {
                 "epoch": position.step / self.steps_per_epoch,
                 **scores,
                 "unreadable_files": len(unreadable),
-                "seconds": time.monotonic() - began,
+                "seconds": seconds,
             },
             shown=self.task.headline or tuple(scores),
             best=None if better else position.best,

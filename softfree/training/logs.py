@@ -3,7 +3,7 @@
 import contextlib
 import csv
 import json
-import resource
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from softfree.data.files import replace_durably
 from softfree.data.images import Unreadable, printable
@@ -39,15 +39,18 @@ class RunLog:
             TextColumn("{task.description}"),
             BarColumn(bar_width=25),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             TextColumn("{task.fields[numbers]}"),
             console=self.console,
             auto_refresh=False,
             transient=True,
             disable=not (active and self.console.is_terminal),
         )
-        self.bar = self.progress.add_task("training", total=total, completed=start, numbers="")
+        self.bar = self.progress.add_task(
+            "training", total=total, completed=start, numbers="", left=""
+        )
         self.drawn = 0.0
+        self.ends_at: float | None = None
         self.tensorboard: Any = None
         self.wandb: Any = None
         if active:
@@ -88,16 +91,21 @@ class RunLog:
 
     # What happens in a run
 
-    def steps_done(self, step: int, numbers: Mapping[str, float], skipped: int) -> None:
-        """The numbers of the last steps, ``skipped`` of which were left out."""
+    def steps_done(
+        self, step: int, numbers: Mapping[str, float], skipped: int, seconds_left: float
+    ) -> None:
+        """The numbers of the last steps, ``skipped`` of which were left out, and how long the rest may take."""
         self.record(TRAIN_CSV, step, numbers)
         # A row of 80 columns has no room for a loss's parts.
         loss, rate = f"loss {numbers['loss']:.4g}", f"{numbers['samples_per_s']:,.0f}"
+        self.ends_at = time.monotonic() + seconds_left
         self.tick(step, f"{loss}  {rate}/s")
         if not self.console.is_terminal:
+            peak = numbers["peak_gib"]
+            memory = "" if math.isnan(peak) else f"  {peak:.2f} GiB"
             self.say(
-                f"step {step:,}/{self.total:,}  {loss}  lr {numbers['lr']:.2e}  {rate} samples/s  "
-                f"peak {numbers['peak_gib']:.2f} GiB"
+                f"step {step:,}/{self.total:,}  {loss}  lr {numbers['lr']:.2e}  {rate}/s{memory}  "
+                f"{clock(seconds_left)} left"
             )
         if skipped:
             self.say(
@@ -140,7 +148,9 @@ class RunLog:
             not numbers and time.monotonic() - self.drawn < REDRAW_SECONDS
         ):
             return
-        self.progress.update(self.bar, completed=step)
+        # Until the first numbers nothing is known.
+        left = "" if self.ends_at is None else clock(self.ends_at - time.monotonic())
+        self.progress.update(self.bar, completed=step, left=left)
         if numbers:
             self.progress.update(self.bar, numbers=numbers)
         self.progress.refresh()
@@ -191,11 +201,60 @@ class Timer:
         return rate
 
 
+class TimeLeft:
+    """Seconds until the end of a run: of its steps, each as long as the last ones, and of its evaluations.
+
+    Example:
+        >>> left = TimeLeft()
+        >>> left.note_step(2.0)
+        >>> left.note_evaluation(60.0)
+        >>> left(steps=100, evaluations=1)
+        260.0
+    """
+
+    NEWEST = 0.3  # share of the newest time in the mean
+
+    def __init__(self) -> None:
+        self.step = self.evaluation = 0.0
+
+    def note_step(self, seconds: float) -> None:
+        """How long one of the last steps took."""
+        self.step = self._mean(self.step, seconds)
+
+    def note_evaluation(self, seconds: float) -> None:
+        """How long an evaluation took; before the first, none is reckoned with."""
+        self.evaluation = self._mean(self.evaluation, seconds)
+
+    def __call__(self, steps: int, evaluations: int) -> float:
+        return steps * self.step + evaluations * self.evaluation
+
+    def _mean(self, before: float, newest: float) -> float:
+        return before + self.NEWEST * (newest - before) if before else newest
+
+
+def clock(seconds: float) -> str:
+    """A time as hours, minutes and seconds.
+
+    Example:
+        >>> clock(59), clock(3725), clock(200_000)
+        ('0:59', '1:02:05', '55:33:20')
+    """
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory held so far: by tensors on a GPU, by the process on a CPU."""
+    """The most memory held so far: by tensors on a GPU, by the process on a CPU; NaN where nobody tells."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if sys.platform == "win32":
+        return math.nan
+    import resource
+
+    # Bytes on macOS, KiB elsewhere.
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def _short(value: float) -> float | str:

@@ -80,6 +80,8 @@ class RunSettings:
     """save OUTPUT/last every so many epochs (2e), steps (500) or seconds (600s)"""
     eval_every: int = 0
     """evaluate every so many steps; 0: after each epoch (and at the end)"""
+    patience: int = 0
+    """end the run after so many evaluations in a row without a better score; 0: never"""
     seed: int = 42
     """of weights, order and augmentation of the data, dropout"""
     device: str = "auto"
@@ -131,7 +133,7 @@ def check_settings(optim: OptimSettings, run: RunSettings) -> None:
         (optim, 1, ("batch_size", "grad_accum_steps", "epochs")),
         (optim, 0, ("steps", "lr", "warmup_epochs", "warmup_steps", "weight_decay", "clip_grad")),
         (run, 1, ("log_interval", "max_skipped")),
-        (run, 0, ("workers", "eval_every")),
+        (run, 0, ("workers", "eval_every", "patience")),
     ):
         check_at_least(least, **{name: getattr(part, name) for name in names})
     if run.overwrite and run.resume:

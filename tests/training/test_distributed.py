@@ -63,6 +63,18 @@ def test_two_processes_give_the_losses_and_scores_of_one(tmp_path, alone, fsdp):
 
 
 @pytest.mark.slow
+def test_processes_lose_their_patience_together(tmp_path):
+    # Without a learning rate no evaluation is better than the first.
+    flags = ["--lr", "0.0", "--warmup_epochs", "0", "--eval_every", "2", "--patience", "2"]
+    done = subprocess.run(
+        torchrun(tmp_path, *flags), capture_output=True, text=True, timeout=600, check=True
+    )
+    assert done.stdout.count("step 6, stopped False") == 2
+    assert done.stdout.count("ended early at step 6 of 18") == 1
+    assert [row["step"] for row in read(tmp_path / "eval.csv")] == ["2", "4", "6"]
+
+
+@pytest.mark.slow
 def test_a_sharded_run_continues_in_one_process_and_vice_versa(tmp_path, alone):
     flags = ["--model_ema", "True", "--fsdp", "True", "--epochs", "3"]
     subprocess.run(torchrun(tmp_path, *flags, "--stop_at", "8"), timeout=600)

@@ -361,6 +361,70 @@ def test_a_score_that_is_no_number_is_not_the_best_for_ever(tmp_path):
     assert "NaN" not in (tmp_path / "best" / "metadata.json").read_text()
 
 
+class Scored(Toy):
+    """Its evaluations give these scores, then the last of them again and again."""
+
+    def __init__(self, *scores, **kwargs):
+        super().__init__(**kwargs)
+        self.scores = [*scores]
+
+    def evaluate(self, model, batches, processes):
+        score = self.scores.pop(0) if len(self.scores) > 1 else self.scores[0]
+        return {**super().evaluate(model, batches, processes), "top1": score}
+
+
+@pytest.mark.parametrize(
+    "scores, patience, end",
+    [
+        ((1.0, 2.0, 2.0, 1.0), 2, 8),
+        ((1.0, 2.0, 2.0, 3.0), 2, 12),
+        ((float("nan"),), 3, 6),
+        ((5.0, float("nan")), 2, 6),
+        ((1.0,), 0, STEPS),
+        ((1.0,), 100, STEPS),
+    ],
+)
+def test_a_run_ends_after_evaluations_without_a_better_score(
+    tmp_path, capsys, scores, patience, end
+):
+    outcome = run_toy(tmp_path, Scored(*scores), eval_every=2, patience=patience)
+    assert outcome.position.step == end and not outcome.stopped
+    assert read_state(tmp_path / "last")["position"]["step"] == end
+    said = capsys.readouterr().out
+    assert ("ended early" in said) == (end < STEPS)
+    if end < STEPS:
+        assert f"ended early at step {end} of 18: no better top1 in {patience} evaluations" in said
+        assert "the learning rate is still" in said
+
+
+def test_patience_counts_on_over_a_stop(tmp_path):
+    settings = dict(eval_every=2, patience=3)
+    whole = run_toy(tmp_path / "whole", Scored(1.0), **settings)
+    assert whole.position.step == 8
+    run_toy(tmp_path / "stopped", Scored(1.0, stop_at=5), **settings)
+    # Had it forgotten the two evaluations before, it would go on beyond.
+    outcome = run_toy(tmp_path / "stopped", Scored(0.5), resume="auto", **settings)
+    assert outcome.position.step == 8
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_run_that_ended_early_stays_ended_unless_it_is_given_more_patience(tmp_path):
+    run_toy(tmp_path, Scored(1.0), eval_every=2, patience=1)
+    again = dict(eval_every=2, resume="auto")
+    assert run_toy(tmp_path, Scored(1.0), patience=1, **again).position.step == 4
+    assert run_toy(tmp_path, Scored(1.0), patience=2, **again).position.step == 6
+    assert run_toy(tmp_path, Scored(1.0), **again).position.step == STEPS
+
+
+def test_the_lines_reckon_with_the_evaluations_to_come(tmp_path, monkeypatch):
+    ahead = []
+    monkeypatch.setattr(
+        engine.TimeLeft, "__call__", lambda self, *given: ahead.append(given) or 0.0
+    )
+    run_toy(tmp_path, steps=7, warmup_epochs=0, eval_every=3)
+    assert ahead == [(6, 3), (5, 3), (4, 3), (3, 2), (2, 2), (1, 2), (0, 1)]
+
+
 def test_an_earlier_run_is_not_overwritten(tmp_path):
     run_toy(tmp_path)
     before = content(tmp_path)

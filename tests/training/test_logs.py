@@ -7,7 +7,7 @@ import torch
 
 from softfree.data.images import Unreadable
 from softfree.training import logs
-from softfree.training.logs import RunLog, Timer, peak_memory_gib
+from softfree.training.logs import RunLog, TimeLeft, Timer, peak_memory_gib
 
 
 def rows(path):
@@ -77,6 +77,35 @@ def test_time_spent_elsewhere_does_not_count(monkeypatch):
         now[0] += 100
     now[0] += 1
     assert timer.read() == 10
+
+
+def test_the_time_left_counts_evaluations_and_forgets_a_slow_start():
+    left = TimeLeft()
+    assert left(10, 3) == 0
+    left.note_step(50.0)
+    for _ in range(40):
+        left.note_step(1.0)
+    assert left(100, 0) == pytest.approx(100, rel=0.01)
+    left.note_evaluation(30.0)
+    assert left(100, 2) == pytest.approx(160, rel=0.01)
+
+
+@pytest.mark.parametrize("step, expected", [(9, "0:00 left"), (5, "1:10 left")])
+def test_a_line_says_how_long_the_run_will_take(tmp_path, capsys, step, expected):
+    with RunLog(tmp_path, 0, 10, active=True) as log:
+        numbers = dict(loss=0.5, lr=1e-3, samples_per_s=20.0, peak_gib=1.0)
+        log.steps_done(step, numbers, 0, 70.0 if step == 5 else 0.0)
+    assert capsys.readouterr().out.strip().endswith(f"20/s  1.00 GiB  {expected}")
+
+
+def test_a_system_that_does_not_tell_its_memory_has_lines_without_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logs.sys, "platform", "win32")
+    # As there: a module that does not exist.
+    monkeypatch.setitem(logs.sys.modules, "resource", None)
+    numbers = dict(loss=0.5, lr=1e-3, samples_per_s=20.0)
+    with RunLog(tmp_path, 0, 10, active=True) as log:
+        log.steps_done(5, {**numbers, "peak_gib": peak_memory_gib(torch.device("cpu"))}, 0, 9.0)
+    assert capsys.readouterr().out.strip().endswith("lr 1.00e-03  20/s  0:09 left")
 
 
 def test_peak_memory_of_this_process_is_plausible():
