@@ -11,10 +11,12 @@ from pathlib import Path
 from softfree.data.digits import CLASS_NAMES, Digits
 from softfree.data.images import (
     EXTENSIONS,
+    TEST_NAMES,
     TRAIN_NAMES,
     VAL_NAMES,
     ImageData,
     ImageFiles,
+    check_embedded,
     find_split,
     image_files,
     listing,
@@ -31,6 +33,7 @@ def load_images(
     strict: bool = False,
     val_split: float = 0.0,
     split_seed: int = 0,
+    split: str = "val",
 ) -> ImageData:
     """Training and validation pictures.
 
@@ -42,6 +45,7 @@ def load_images(
         strict: raise at the first picture that can't be decoded, instead of an :class:`Unreadable` item.
         val_split: for a folder without val/, with train/ or with the class folders themselves: the share of each
             class's pictures to validate on, which ``split_seed`` and the files' names choose.
+        split: "test" for the pictures of test/ to validate on, and of nothing else.
 
     Example:
         >>> from softfree.data import load_images
@@ -56,9 +60,11 @@ def load_images(
             f"`val_split` {val_split:g} is for folders of pictures; "
             f"{dataset or 'the embedded digits'} has pictures to validate on"
         )
+    held_out = TEST_NAMES if split == "test" else VAL_NAMES
     if dataset:
-        return load_named(data_dir, dataset, strict)
+        return load_named(data_dir, dataset, strict, held_out)
     if data_dir is None:
+        check_embedded(split, "digits")
         return ImageData(Digits("train"), Digits("val"), CLASS_NAMES, mirrors=False)
     root = Path(data_dir)
     if not root.is_dir():
@@ -70,10 +76,10 @@ def load_images(
     if val_split:
         return _split(root, strict, val_split, split_seed)
     layout = " with one folder per class"
-    if lacks_validation(root):
+    if split == "val" and lacks_validation(root):
         layout += " (training with `val_split` 0.2 sets a fifth of each class aside)"
     train_root = find_split(root, TRAIN_NAMES, layout)
-    val_root = find_split(root, VAL_NAMES, layout)
+    val_root = find_split(root, held_out, layout)
     class_names, in_val = _class_folders(train_root), _class_folders(val_root)
     if class_names != in_val:
         only_train, only_val = (

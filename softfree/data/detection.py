@@ -26,6 +26,7 @@ from softfree.data.images import (
     Unreadable,
     UnreadableImageError,
     both_splits,
+    check_embedded,
     open_image,
     part_readable,
     printable,
@@ -217,7 +218,7 @@ def load_split(
     shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> CocoDetection:
-    """The pictures of a split, "train" or "val", checked: annotations, and that every file is there.
+    """The pictures of a split, "train", "val" or "test", checked: annotations, and that every file is there.
 
     Args:
         data_dir: a folder with annotations/instances_train2017.json and instances_val2017.json (or
@@ -228,6 +229,7 @@ def load_split(
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
     if data_dir is None:
+        check_embedded(split, "shapes")
         annotations = shape_annotations(shapes[SPLITS.index(split)], split=split, side=side)
         read = functools.partial(_draw_shapes, split, side)
         return CocoDetection(annotations, read, masks=masks)

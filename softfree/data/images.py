@@ -29,6 +29,7 @@ EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 TRAIN_NAMES = ("train", "training")
 VAL_NAMES = ("val", "validation", "valid", "test")
+TEST_NAMES = ("test", "testing")
 # A header may promise a picture that does not fit into memory. The largest in ImageNet has 61 million.
 MAX_PIXELS = 100_000_000
 # Resized to a short side, a picture of one row of pixels would get this many times larger, squared.
@@ -163,6 +164,14 @@ def find_split(root: Path, names: Sequence[str], what: str = "") -> Path:
             return root / name
     expected = f"{names[0]}/ (or {', '.join(f'{name}/' for name in names[1:])}){what}"
     raise FileNotFoundError(f"`data_dir` {root} has no folder {expected}; found {listing(root)}")
+
+
+def check_embedded(split: str, data: str) -> None:
+    """Refuse a split that the embedded ``data`` do not have."""
+    if split not in ("train", "val"):
+        raise ValueError(
+            f"`split` {split}: the embedded {data} have train and val alone; `data_dir` names other data"
+        )
 
 
 def listing(folder: Path) -> str:

@@ -8,6 +8,7 @@ import io
 import json
 import tarfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,20 @@ PREFIXES = ("torch/", "hfds/", "wds/")
 NOT_MIRRORED = ("torch/mnist", "torch/qmnist", "torch/kmnist")
 
 
-def load_named(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
-    """As :func:`softfree.data.load_images`, for ``dataset`` with one of PREFIXES."""
+def load_named(
+    data_dir: str | None, dataset: str, strict: bool, held_out: Sequence[str] = VAL_NAMES
+) -> ImageData:
+    """As :func:`softfree.data.load_images`, for ``dataset`` with one of PREFIXES.
+
+    ``held_out`` are names of the split to validate on, the first that there is.
+    """
     if not dataset.startswith(PREFIXES):
         raise ValueError(
             f"`dataset` must start with {', '.join(PREFIXES)}, got {dataset!r}; "
             "for folders of pictures, give `data_dir` alone"
         )
     if dataset.startswith("hfds/"):
-        return _load_hfds(data_dir, dataset, strict)
+        return _load_hfds(data_dir, dataset, strict, held_out)
     if data_dir is None:
         raise ValueError(f"`dataset` {dataset} needs `data_dir`, the folder it lies in")
     if not Path(data_dir).is_dir():
@@ -46,8 +52,8 @@ def load_named(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
             f"`data_dir` {data_dir} is not a folder; `dataset` {dataset} must lie there"
         )
     if dataset.startswith("wds/"):
-        return _load_shards(Path(data_dir), dataset.removeprefix("wds/"), strict)
-    return _load_torchvision(data_dir, dataset, strict)
+        return _load_shards(Path(data_dir), dataset.removeprefix("wds/"), strict, held_out)
+    return _load_torchvision(data_dir, dataset, strict, held_out)
 
 
 class _Named(ImageDataset):
@@ -77,9 +83,11 @@ class _Named(ImageDataset):
         return str(files[index][0]) if files else f"{self.source_name}, item {index}"
 
 
-def _load_torchvision(data_dir: str, dataset: str, strict: bool) -> ImageData:
+def _load_torchvision(
+    data_dir: str, dataset: str, strict: bool, held_out: Sequence[str]
+) -> ImageData:
     parts = []
-    for split in ("train", "validation"):
+    for split in ("train", held_out[0]):
         try:
             parts.append(create_dataset(dataset, root=data_dir, split=split))
         except (AssertionError, RuntimeError, FileNotFoundError) as error:
@@ -95,14 +103,16 @@ def _load_torchvision(data_dir: str, dataset: str, strict: bool) -> ImageData:
     return ImageData(train, val, class_names, mirrors=dataset not in NOT_MIRRORED)
 
 
-def _load_hfds(data_dir: str | None, dataset: str, strict: bool) -> ImageData:
+def _load_hfds(
+    data_dir: str | None, dataset: str, strict: bool, held_out: Sequence[str]
+) -> ImageData:
     try:
         import datasets  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError as error:
         raise ValueError(f"`dataset` {dataset} needs a package: pip install datasets") from error
     train = create_dataset(dataset, root=data_dir, split="train").reader
     problems = []
-    for split in ("validation", "val", "test"):
+    for split in held_out:
         try:
             val = create_dataset(dataset, root=data_dir, split=split).reader
             break
@@ -172,9 +182,9 @@ def _shard_label(archive: tarfile.TarFile, parts: dict[str, tarfile.TarInfo]) ->
     raise ValueError(f"{names} has no label beside it, expected .cls, or .json with 'label'")
 
 
-def _load_shards(root: Path, name: str, strict: bool) -> ImageData:
+def _load_shards(root: Path, name: str, strict: bool, held_out: Sequence[str]) -> ImageData:
     train, val = (
-        _Shards(_find_shards(root, name, names), strict) for names in (TRAIN_NAMES, VAL_NAMES)
+        _Shards(_find_shards(root, name, names), strict) for names in (TRAIN_NAMES, held_out)
     )
     count = max(train.labels, default=-1) + 1
     classes = root / "classnames.txt"
@@ -192,7 +202,7 @@ def _load_shards(root: Path, name: str, strict: bool) -> ImageData:
     return ImageData(train, val, class_names)
 
 
-def _find_shards(root: Path, name: str, splits: tuple[str, ...]) -> list[Path]:
+def _find_shards(root: Path, name: str, splits: Sequence[str]) -> list[Path]:
     archives = sorted(p for p in root.rglob("*.tar") if str(p.relative_to(root)).startswith(name))
     for split in splits:
         chosen = [p for p in archives if split in p.relative_to(root).as_posix().lower()]

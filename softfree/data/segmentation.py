@@ -19,12 +19,14 @@ from torchvision.transforms import v2
 
 from softfree.data.images import (
     EXTENSIONS,
+    TEST_NAMES,
     TRAIN_NAMES,
     VAL_NAMES,
     ImageDataset,
     Unreadable,
     UnreadableImageError,
     both_splits,
+    check_embedded,
     find_split,
     image_files,
     open_image,
@@ -40,7 +42,7 @@ IGNORE = 255
 ADE20K_CLASSES = 150
 # Of all labels; 19 of them are classes. -1, a license plate, is 255 in 8 bits.
 CITYSCAPES_IDS = 34
-SPLITS = {"train": TRAIN_NAMES, "val": VAL_NAMES[:-1]}
+SPLITS = {"train": TRAIN_NAMES, "val": VAL_NAMES[:-1], "test": TEST_NAMES}
 VOC_CLASSES = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
     "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train",
@@ -149,7 +151,7 @@ def load_split(
     shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> Split:
-    """The pictures of a split, "train" or "val", with their class maps, and the names of the classes.
+    """The pictures of a split, "train", "val" or "test", with their class maps, and the names of the classes.
 
     Args:
         data_dir: a folder in one of the layouts of ``LAYOUTS``; None: the embedded shapes.
@@ -158,6 +160,7 @@ def load_split(
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
     if data_dir is None:
+        check_embedded(split, "shapes")
         count = shapes[tuple(SPLITS).index(split)]
         return ShapeSegmentation(count, split, side), ("ground", *CLASSES)
     root = Path(data_dir)
@@ -340,7 +343,9 @@ def _voc(root: Path, split: str) -> Split:
     ]
     path = next((path for path in lists if path.is_file()), None)
     if path is None:
-        raise FileNotFoundError(f"there is neither {lists[0]} nor {lists[1]}")
+        raise FileNotFoundError(
+            f"`data_dir` has no list of {split}: there is neither {lists[0]} nor {lists[1]}"
+        )
     names = [name for line in _lines(path) for name in line.split()]
     if not names:
         raise ValueError(f"{path} names no pictures")

@@ -482,19 +482,24 @@ def load_settings_images(data: DataSettings) -> ImageData:
 
 
 def load_validation_images(
-    path: Path, data_dir: str | None = None, dataset: str = "", strict: bool = False
+    path: Path,
+    data_dir: str | None = None,
+    dataset: str = "",
+    strict: bool = False,
+    split: str = "val",
 ) -> ImageData:
     """Pictures to score the checkpoint at ``path`` on: those of its training unless others are given.
 
-    What its training set aside of a folder without val/ is set aside again.
+    What its training set aside of a folder without val/ is set aside again; with the ``split`` test, the pictures of
+    test/ stand in the place of these.
     """
     recorded = checkpoint.data_settings(path, DataSettings)
     if data_dir is None and not dataset:
         data_dir, dataset = recorded.data_dir, recorded.dataset
-    split: dict[str, Any] = {}
-    if data_dir is not None and not dataset and lacks_validation(Path(data_dir)):
-        split = dict(val_split=recorded.val_split, split_seed=recorded.split_seed)
-    return load_images(data_dir, dataset=dataset, strict=strict, **split)
+    aside: dict[str, Any] = {}
+    if split != "test" and data_dir and not dataset and lacks_validation(Path(data_dir)):
+        aside = dict(val_split=recorded.val_split, split_seed=recorded.split_seed)
+    return load_images(data_dir, dataset=dataset, strict=strict, split=split, **aside)
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:

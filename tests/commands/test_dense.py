@@ -57,6 +57,8 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     )
     assert {"AP", "AP50", "AP75", "APS", "APM", "APL"} <= rows[0].keys()
     assert "AP50" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="`split` test: the embedded shapes have train and val"):
+        validate.main(["detection", *best, "--workers", "0", "--split", "test"])
 
     # So that a detector after two steps may have something to show.
     drawn, any_score = tmp_path / "drawn", ["--min-score", "0"]
@@ -137,6 +139,8 @@ def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
     printed = capsys.readouterr().out
     assert "mIoU" in printed
     assert "triangle" in printed
+    with pytest.raises(ValueError, match="`split` test: the embedded shapes have train and val"):
+        validate.main(["segmentation", *best, "--workers", "0", "--split", "test"])
     drawn = tmp_path / "drawn"
     assert predict.main([str(picture), *best, "--draw", str(drawn), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[0])
@@ -199,6 +203,14 @@ def test_validation_needs_no_training_data_and_ignores_what_training_ignored(tmp
     best = ["--checkpoint", str(out / "best"), "--workers", "0"]
     assert validate.main(["segmentation", *best, "--data-dir", str(data)]) == 0
     assert "mIoU" in capsys.readouterr().out
+
+    test = ["segmentation", *best, "--data-dir", str(data), "--split", "test"]
+    with pytest.raises(FileNotFoundError, match=r"images has no folder test/ \(or testing/\)"):
+        validate.main(test)
+    for folder in ("images", "masks"):
+        (data / folder / "val").rename(data / folder / "test")
+    assert validate.main(test) == 0
+    assert "best, test\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task", ["detection", "segmentation"])

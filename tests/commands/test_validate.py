@@ -63,12 +63,38 @@ def test_arguments_of_the_model_may_differ_from_the_training(trained, tmp_path):
     assert losses[0] != losses[1]
 
 
-def pictures(folder):
-    """Two classes of one picture."""
-    for split in ("train", "val"):
+def test_the_split_is_chosen_and_one_that_is_not_there_is_named(trained, tmp_path, capsys):
+    file = tmp_path / "r.csv"
+    assert run("--checkpoint", trained / "best", "--split", "train", "--csv", file) == 0
+    assert "softfree_tiny, " in (out := capsys.readouterr().out) and "/best, train\n" in out
+    with file.open(newline="") as stream:
+        [row] = csv.DictReader(stream)
+    assert (row["split"], row["samples"]) == ("train", "1437")
+    assert run("--checkpoint", trained / "best", "--split", "test") == 2
+    assert "--split test: the embedded digits have train and val" in capsys.readouterr().err
+
+
+def test_the_pictures_of_a_test_folder_are_scored(tmp_path, capsys):
+    path = tmp_path / "weights.pth"
+    torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), path)
+    data = pictures(tmp_path / "data")
+    argv = ["--checkpoint", path, "--model", "resnet10t", "--img-size", 64, "--data-dir", data]
+    assert run(*argv, "--split", "test") == 2
+    assert "no folder test/" in capsys.readouterr().err
+    pictures(tmp_path / "data", ("test",), count=3)
+    file = tmp_path / "r.csv"
+    assert run(*argv, "--split", "test", "--csv", file) == 0
+    with file.open(newline="") as stream:
+        assert next(csv.DictReader(stream))["samples"] == "6"
+
+
+def pictures(folder, splits=("train", "val"), count=1):
+    """Two classes of one picture each, or more."""
+    for split in splits:
         for name in ("cat", "dog"):
             (folder / split / name).mkdir(parents=True)
-            Image.new("RGB", (32, 32)).save(folder / split / name / "1.png")
+            for number in range(count):
+                Image.new("RGB", (32, 32)).save(folder / split / name / f"{number}.png")
     return folder
 
 

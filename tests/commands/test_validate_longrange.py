@@ -61,6 +61,14 @@ def test_dev_samples_are_other_samples(output, capsys):
     assert test.partition("loss")[2] != dev.partition("loss")[2]
 
 
+def test_val_is_another_word_for_dev_and_training_samples_can_be_scored(output, capsys):
+    for split in ("dev", "val", "train"):
+        validate(output / "best", split=split, workers=0)
+    dev, val, train = capsys.readouterr().out.splitlines()
+    assert val == dev.replace("listops dev", "listops val")
+    assert "listops train" in train and "8 samples" in train
+
+
 def test_a_folder_without_a_checkpoint_is_named(output, tmp_path):
     with pytest.raises(ValueError, match="did you mean"):
         validate(output)

@@ -310,6 +310,20 @@ def test_folder_without_train_or_val_says_what_is_there(tmp_path):
         load_images(str(tmp_path))
 
 
+def test_the_split_test_takes_the_pictures_of_test_and_of_nothing_else(tmp_path):
+    save_folders(tmp_path, count=1)
+    with pytest.raises(
+        FileNotFoundError, match=r"no folder test/ \(or testing/\).*found train/, val/"
+    ):
+        load_images(str(tmp_path), split="test")
+    save_folders(tmp_path, count=3, splits=("test",))
+    data = load_images(str(tmp_path), split="test")
+    assert len(data.train) == 2 and len(data.val) == 6
+    assert all("/test/" in path for path in data.val.paths)
+    with pytest.raises(ValueError, match="`split` test: the embedded digits have train and val"):
+        load_images(None, split="test")
+
+
 def flat_folder(root, **counts):
     for name, count in counts.items():
         (root / name).mkdir(parents=True)

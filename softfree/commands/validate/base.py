@@ -4,7 +4,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +37,8 @@ class Validation(ABC):
     """a checkpoint folder, such as OUT/best"""
     data_dir: str | None = None
     """the data; otherwise what the checkpoint was trained on"""
+    split: Literal["train", "val", "test"] = "val"
+    """which of the data: train, val or test"""
     batch_size: int = 128
     """samples at a time"""
     workers: int = WORKERS
@@ -52,6 +54,16 @@ class Validation(ABC):
     def reading(self) -> dict[str, Any]:
         """Keywords of :func:`~softfree.training.loading.evaluation`."""
         return dict(batch_size=self.batch_size, workers=self.workers, amp_dtype=self.amp_dtype)
+
+    @property
+    def subject(self) -> str:
+        """What is scored, as titles have it: the checkpoint, and the split if it is not the usual one."""
+        return str(self.checkpoint) + ("" if self.split == "val" else f", {self.split}")
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """How every row of the file begins."""
+        return {"checkpoint": str(self.checkpoint), "split": self.split}
 
     @abstractmethod
     def score(self, processes: Processes) -> Scores:

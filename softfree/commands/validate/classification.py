@@ -25,7 +25,7 @@ class ValidateClassification(Validation):
     checkpoint: Path
     """a checkpoint folder, such as OUT/best; or a weights file, with --model"""
     data_dir: str | None = None
-    """folder with train/ and val/; otherwise what the checkpoint was trained on"""
+    """folder with train/, val/ and perhaps test/; otherwise what the checkpoint was trained on"""
     dataset: str = ""
     """a data set as timm names it, in --data-dir"""
     img_size: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class ValidateClassification(Validation):
         from_folder = self.checkpoint.is_dir() or not self.model
         if from_folder:
             network, metadata = Classification.load(self.checkpoint, processes.device, kwargs)
-        where = self.data_dir, self.dataset, self.strict_data
+        where = self.data_dir, self.dataset, self.strict_data, self.split
         if from_folder:
             data = load_validation_images(self.checkpoint, *where)
             check_classes(self.checkpoint, metadata["class_names"], data.class_names)
@@ -61,22 +61,25 @@ class ValidateClassification(Validation):
                 raise ValueError(
                     f"--data-dir is needed: {self.checkpoint} is no checkpoint folder that names its data"
                 )
-            data = load_images(self.data_dir, dataset=self.dataset, strict=self.strict_data)
+            data = load_images(
+                self.data_dir, dataset=self.dataset, strict=self.strict_data, split=self.split
+            )
             network, metadata = load_weights_file(
                 self.checkpoint, self.model, len(data.class_names), kwargs, processes.device
             )
         if self.crop_pct is not None:
             metadata = {**metadata, "crop_pct": self.crop_pct}
-        pictures: ImageDataset | ResidentImages = data.val
+        chosen = data.train if self.split == "train" else data.val
+        pictures: ImageDataset | ResidentImages = chosen
         if self.data_on_device:
-            pictures = ResidentImages(data.val, processes.device, self.workers)
+            pictures = ResidentImages(chosen, processes.device, self.workers)
         rows, unreadable = [], list[Unreadable]()
         table = make_table(["img size", "top-1 %", "top-5 %", "loss", "pictures", "img/s"])
         for size in self.img_size or (metadata["img_size"],):
             scores, skipped = score_classifier(
                 network, metadata, pictures, size, processes, **self.reading
             )
-            rows.append({"checkpoint": str(self.checkpoint), "img_size": size, **scores})
+            rows.append({**self.row, "img_size": size, **scores})
             unreadable += skipped
             table.add_row(
                 str(size),
@@ -86,4 +89,4 @@ class ValidateClassification(Validation):
                 f"{scores['samples']:,}",
                 f"{scores['img_per_s']:,.0f}",
             )
-        return Scores(f"{metadata['model']}, {self.checkpoint}", rows, table, unreadable=unreadable)
+        return Scores(f"{metadata['model']}, {self.subject}", rows, table, unreadable=unreadable)

@@ -34,7 +34,7 @@ class ValidateDetection(Validation):
         trained_on = data_settings(self.checkpoint, DetectionDataSettings)
         data = load_split(
             self.data_dir or trained_on.data_dir,
-            "val",
+            self.split,
             masks=masks,
             skip_bad=self.skip_bad_annotations or trained_on.skip_bad_annotations,
         )
@@ -47,7 +47,7 @@ class ValidateDetection(Validation):
         rows, table = [], make_table(["", *FIGURES])
         for kind in ("box", "mask") if masks else ("box",):
             figures = {name: scores.get(f"{kind}_{name}") for name in FIGURES}
-            rows.append({"checkpoint": str(self.checkpoint), "kind": kind, **figures})
+            rows.append({**self.row, "kind": kind, **figures})
             table.add_row(kind, *("-" if x is None else f"{x:.1f}" for x in figures.values()))
-        title = f"{metadata['detector']} on {metadata['model']}, {self.checkpoint}"
+        title = f"{metadata['detector']} on {metadata['model']}, {self.subject}"
         return Scores(title, rows, table, unreadable=unreadable)

@@ -21,8 +21,8 @@ class ValidateLongRange(Validation):
 
     data_dir: str | None = None
     """the task's files; otherwise what the checkpoint was trained on"""
-    split: Literal["dev", "test"] = "test"
-    """test or dev"""
+    split: Literal["train", "dev", "val", "test"] = "test"  # type: ignore[assignment]
+    """train, dev (or val, which is the same) or test"""
     batch_size: int = 32
     """samples at a time"""
     workers: int = 2
@@ -34,11 +34,11 @@ class ValidateLongRange(Validation):
         settings = read_settings(LongRangeSettings, folder / SETTINGS).data
         if self.data_dir is not None:
             settings = dataclasses.replace(settings, data_dir=self.data_dir)
-        samples = getattr(load_data(settings), self.split)
+        split = "dev" if self.split == "val" else self.split
+        samples = getattr(load_data(settings), split)
         scores = score_checkpoint(folder, samples, processes, **self.reading)
-        row = {"checkpoint": str(self.checkpoint), "task": settings.task, "split": self.split}
         line = (
             f"{settings.task} {self.split}: accuracy {scores['accuracy']:.2f}%, "
             f"loss {scores['loss']:.4f}, {scores['samples']:,} samples"
         )
-        return Scores("", [{**row, **scores}], line=line)
+        return Scores("", [{**self.row, "task": settings.task, **scores}], line=line)

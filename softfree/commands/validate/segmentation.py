@@ -38,7 +38,7 @@ class ValidateSegmentation(Validation):
         model, metadata = Segmentation.load(self.checkpoint, processes.device)
         trained_on = data_settings(self.checkpoint, SegmentationDataSettings)
         data, names = load_split(
-            self.data_dir or trained_on.data_dir, "val", ignore_label=trained_on.ignore_label
+            self.data_dir or trained_on.data_dir, self.split, ignore_label=trained_on.ignore_label
         )
         check_classes(self.checkpoint, metadata["class_names"], names)
         side = metadata["short_side"] if self.short_side is None else self.short_side
@@ -54,7 +54,7 @@ class ValidateSegmentation(Validation):
                 window=metadata["window"] if self.window is None else self.window,
             )
         rows: list[dict[str, Any]] = [
-            {"checkpoint": str(self.checkpoint), "class": name, "IoU": iou}
+            {**self.row, "class": name, "IoU": iou}
             for name, iou in [("all (mean)", scores["mIoU"]), *zip(names, of_class, strict=True)]
         ]
         table = make_table(["class", "IoU %"])
@@ -62,7 +62,7 @@ class ValidateSegmentation(Validation):
             iou = row["IoU"]
             table.add_row(escape(row["class"]), "-" if math.isnan(iou) else f"{iou:.1f}")
         return Scores(
-            f"UPerNet on {metadata['model']}, {self.checkpoint}",
+            f"UPerNet on {metadata['model']}, {self.subject}",
             rows,
             table,
             f"mIoU {scores['mIoU']:.2f} %, pixel accuracy {scores['accuracy']:.2f} %",
