@@ -1,39 +1,33 @@
-"""Draw the pictures of this folder that no command draws, from the dated CSV files beside this script.
+"""Draw the charts of this folder again, from the dated CSV files beside this script.
 
     python results/draw.py
 
-Writes, each with 2026-11-15_nvidia-h200_ before its name: accuracy.png, top-1 against training speed and against the
-size of the test pictures; attention_bfloat16.png, what `softfree benchmark attention --draw` draws, from its figures.
-With 2026-11-16_nvidia-h200_ before it: overview.png, time against tokens beside a heat map; training.png, top-1 against epochs; precision.png, loss and gradient norm
-against steps in three precisions; longrange.png, accuracy against steps of Long Range Arena.
+Writes 2026-11-15_nvidia-h200_accuracy.png, top-1 against training speed and against the size of the test pictures; and
+with 2026-11-16_nvidia-h200_ before its name: overview.png, time against tokens beside a heat map; training.png, top-1
+against epochs; precision.png, loss and gradient norm against steps in three precisions; longrange.png, accuracy against
+steps of Long Range Arena. Also, from the figures of `softfree benchmark`, what its --draw draws: times, memory, throughput.
 """
 
 import csv
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 from matplotlib.axes import Axes
 from PIL import Image
 
-from softfree.analysis import attention_cost
-from softfree.analysis.attention_cost import Cost
-from softfree.analysis.plots import new_figure, save_figure
+from softfree.analysis import attention_cost, plots, speed
+from softfree.analysis.attention_cost import Cost, LayerMemory
+from softfree.analysis.plots import COLOURS, new_figure, save_figure
 
 RESULTS = Path(__file__).parent
 FIRST, SECOND = "2026-11-15_nvidia-h200", "2026-11-16_nvidia-h200"
+CPU = "2026-11-15_amd-epyc"
 TRAINED_AT = "128"  # pixels of a picture's side
 TEST_PICTURES = 5000  # 50 of each of the 100 classes
-NAMES = {
-    "softpp": "SOFT++",
-    "soft": "SOFT",
-    "softmax": "softmax",
-    "linformer": "Linformer",
-    "performer": "Performer",
-    "nystromformer": "Nyströmformer",
-}
-COLOURS = {attention: f"C{number}" for number, attention in enumerate(NAMES)}
-SPEED = {"softmax": "#1f77b4", "softpp-solve": "#d62728"}
+ATTENTIONS = ("softpp", "soft", "softmax", "linformer", "performer", "nystromformer")
+NAMES = {attention: plots.LABELS[attention].partition(" (")[0] for attention in ATTENTIONS}
 HEAT_MAPS = "2026-11-16_amd-epyc_heatmap.png"
 # Pixels in it: the photo and the maps of one model's heads.
 HEAT_MAPS_BOXES = {
@@ -79,6 +73,11 @@ def read(what: str, prefix: str = FIRST) -> list[Row]:
     """The rows of one CSV file of this date and device."""
     with (RESULTS / f"{prefix}_{what}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def number(text: str) -> float | None:
+    """A cell; None where nothing was measured."""
+    return float(text) if text else None
 
 
 def measured(rows: list[Row]) -> str:
@@ -161,7 +160,11 @@ def draw_sizes(axes: Axes, accuracies: list[Row]) -> None:
             if points:
                 label = f"{name}, {words}" if attention in ("softpp", "soft") else name
                 axes.plot(
-                    *zip(*points, strict=True), f"o{style}", color=COLOURS[attention], label=label
+                    *zip(*points, strict=True),
+                    style,
+                    marker=MARKERS[attention],
+                    color=COLOURS[attention],
+                    label=label,
                 )
     axes.set_xticks(sorted({int(row["img_size"]) for row in accuracies}))
     axes.set_ylim(0, 65)
@@ -179,8 +182,9 @@ def read_costs(rows: list[Row]) -> list[Cost]:
     return [
         Cost(
             int(row["batch_heads"]), int(row["tokens"]), int(row["dim"]), int(row["landmarks"]),
-            row["dtype"], row["attention"], row["backend"], forward_ms=float(row["forward_ms"]),
-            forward_backward_ms=float(row["forward_backward_ms"]),
+            row["dtype"], row["attention"], row["backend"],
+            forward_ms=number(row["forward_ms"]),
+            forward_backward_ms=number(row["forward_backward_ms"]),
         )
         for row in rows
     ]  # fmt: skip
@@ -205,7 +209,7 @@ def draw_overview() -> None:
             )
             ((_, curve),) = points.items()
             words = f"{label}, {what}"
-            left.plot(*zip(*curve, strict=True), style, color=SPEED[attention], label=words, ms=4)
+            left.plot(*zip(*curve, strict=True), style, color=COLOURS[attention], label=words, ms=4)
             if attention == "softmax" and passes == "forward_ms":
                 slowest = curve[-1]
     tokens, fast = curve[-1]
@@ -237,17 +241,46 @@ def draw_overview() -> None:
     save_figure(figure, RESULTS / f"{SECOND}_overview.png", "figure")
 
 
-def draw_times() -> None:
-    """Time of one attention call against tokens, as the command that measured it draws it."""
-    rows = read("attention_bfloat16")
-    costs = read_costs(rows)
-    one = costs[0]
-    title = (
-        f"Attention, {one.dim} channels per head, {one.landmarks} landmarks, {one.dtype}\n"
-        f"{measured(rows)}"
+def draw_measured() -> None:
+    """Times, memory and throughput, as the commands that measured them draw them."""
+    figures = {}
+    for prefix, what in (
+        (FIRST, "attention_bfloat16"), (SECOND, "attention_linear"), (CPU, "attention_float32")
+    ):  # fmt: skip
+        rows = read(what, prefix)
+        costs = read_costs(rows)
+        one = costs[0]
+        title = f"Attention: {one.dim} channels per head, {one.landmarks} landmarks, {one.dtype}"
+        figures[prefix, what] = attention_cost.draw_times(costs, f"{title}\n{measured(rows)}")
+    for prefix in (CPU, SECOND):
+        rows = read("memory", prefix)
+        layers = [
+            LayerMemory(
+                row["attention"], int(row["tokens"]), int(row["batch_size"]), int(row["dim"]),
+                int(row["heads"]), row["dtype"],
+                forward_backward_mib=number(row["forward_backward_mib"]),
+            )
+            for row in rows
+        ]  # fmt: skip
+        layer = layers[0]
+        title = f"Memory of an attention layer: {layer.dim} channels, {layer.heads} heads, "
+        title += f"batch {layer.batch_size}, {layer.dtype}\n{measured(rows)}"
+        figures[prefix, "memory"] = attention_cost.draw_memory(layers, title)
+    rows = read("throughput_224")
+    speeds = [
+        SimpleNamespace(
+            **{f"{kind}_{figure}": number(row[f"{kind}_{figure}"])
+               for kind in speed.KINDS for figure in ("img_per_s", "peak_gib")}
+        )
+        for row in rows
+    ]  # fmt: skip
+    first = rows[0]
+    title = f"Attentions in {first['model']}: batch {first['batch_size']}, {first['img_size']}²\n"
+    figures[FIRST, "throughput_224"] = speed.draw_speeds(
+        speeds, [row["attention"] for row in rows], speed.KINDS, title + measured(rows)
     )
-    figure = attention_cost.draw_times(costs, title)
-    save_figure(figure, RESULTS / f"{FIRST}_attention_bfloat16.png", "figure")
+    for (prefix, what), figure in figures.items():
+        save_figure(figure, RESULTS / f"{prefix}_{what}.png", "figure")
 
 
 def draw_accuracy() -> None:
@@ -372,7 +405,7 @@ def draw_longrange() -> None:
 def main() -> None:
     """Draw and write the pictures."""
     draw_overview()
-    draw_times()
+    draw_measured()
     draw_accuracy()
     draw_training()
     draw_precision()

@@ -164,17 +164,11 @@ def test_help_is_the_head_of_the_script(script):
 
 
 def test_the_pictures_can_be_drawn_again(tmp_path):
-    for path in SCRIPT.parent.glob("*nvidia-h200*.csv"):
+    for path in SCRIPT.parent.glob("*.csv"):
         shutil.copy(path, tmp_path)
     heat_maps = "2026-11-16_amd-epyc_heatmap.png"  # which one of the drawings shows
     for name in ("draw.py", heat_maps):
         shutil.copy(SCRIPT.with_name(name), tmp_path)
     subprocess.run([sys.executable, tmp_path / "draw.py"], check=True)
     drawn = {path.name for path in tmp_path.glob("*.png")} - {heat_maps}
-    first = {f"2026-11-15_nvidia-h200_{what}.png" for what in ("accuracy", "attention_bfloat16")}
-    second = {
-        f"2026-11-16_nvidia-h200_{what}.png"
-        for what in ("training", "precision", "longrange", "overview")
-    }
-    assert drawn == first | second
-    assert drawn <= {path.name for path in SCRIPT.parent.glob("*.png")}
+    assert drawn == {path.name for path in SCRIPT.parent.glob("*.png")} - {heat_maps}

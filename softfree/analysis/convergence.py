@@ -26,17 +26,15 @@ def residual_curves(model: nn.Module, images: Iterable[Tensor], steps: int) -> d
     return {stage: torch.cat(found) for stage, found in sorted(curves.items())}
 
 
-def draw_convergence(curves: dict[int, Tensor], taken: set[int], title: str) -> Any:
-    """Residual against step, one panel per stage."""
+def draw_convergence(curves: dict[int, Tensor], taken: set[int], title: str, colour: str) -> Any:
+    """Residual against step, one panel per stage, in the colour of the model's attention."""
     figure = new_figure(2.6 * len(curves) + 0.8, 4)
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
-    for index, (axes, (stage, found)) in enumerate(zip(panels, curves.items(), strict=True)):
+    for axes, (stage, found) in zip(panels, curves.items(), strict=True):
         values = found.clamp(min=1e-16).numpy()
         steps = np.arange(values.shape[1])
-        axes.plot(steps, values.mean(0), f"C{index}-")
-        axes.fill_between(
-            steps, values.min(0), values.max(0), color=f"C{index}", alpha=0.2, linewidth=0
-        )
+        axes.plot(steps, values.mean(0), color=colour)
+        axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
         axes.axhline(CONVERGED, color="black", linestyle=":", linewidth=1)
         for steps_taken in sorted(taken):
             axes.axvline(steps_taken, color="black", linestyle="--", linewidth=1)

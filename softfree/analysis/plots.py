@@ -1,6 +1,7 @@
 """Charts of what was measured. Each is a matplotlib figure for :func:`save_figure`."""
 
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -40,7 +41,9 @@ COLOURS = {
     "flatten": "#e377c2",
     "none": "#7f7f7f",
 }
+OTHER = "#404040"  # models without one of these attentions
 MARKERS = "os^Dv"
+STYLES = ("-", "--", "-.", ":")
 LEAST_RANGE = 10  # percent of accuracy that an axis shows
 MOST_TICKS = 8  # numbers of tokens below an axis
 Curve = Sequence[tuple[int, float]]
@@ -117,6 +120,17 @@ def draw_against_tokens(
     return picture
 
 
+def colour_of(name: str | None) -> str:
+    """The colour of an attention, or of a model that is called after its attention; that of others for None.
+
+    Example:
+        >>> colour_of("softpp_tiny") == colour_of("softpp"), colour_of("resnet50") == OTHER
+        (True, True)
+    """
+    name = name or ""
+    return COLOURS.get(name) or COLOURS.get(name.partition("_")[0], OTHER)
+
+
 def shades(colour: str, count: int) -> list[str]:
     """A colour, and lighter ones of its kind, ``count`` in all.
 
@@ -134,24 +148,24 @@ def draw_bars(
     names: Sequence[str],
     panels: Mapping[str, Mapping[str, Sequence[float | None]]],
     title: str,
-    colours: Sequence[str] | None = None,
+    colours: Sequence[str],
 ) -> Any:
     """One panel per figure, with a group of bars for each name; None leaves a gap.
 
     Args:
         panels: by the panel's words, and then by the legend's, one value for each of ``names``.
-        colours: of each name, lighter for the legend's second words and so on; None: of the legend's words.
+        colours: of each name, lighter for the legend's second words and so on.
     """
     picture = new_figure(2 + 3 * len(panels), 1.4 + 0.5 * len(names))
     row = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    most = max(map(len, panels.values()))
     for axes, (words, bars) in zip(row, panels.items(), strict=True):
         for number, (label, values) in enumerate(bars.items()):
             height = 0.8 / len(bars)
             places = [index - 0.4 + (number + 0.5) * height for index in range(len(names))]
             lengths = [value or 0.0 for value in values]
-            most = max(map(len, panels.values()))
-            own = [shades(colour, most)[number] for colour in colours or ()]
-            axes.barh(places, lengths, height, color=own or f"C{number}", label=label)
+            own = [shades(colour, most)[number] for colour in colours]
+            axes.barh(places, lengths, height, color=own, label=label)
         axes.set_xlabel(words)
         axes.locator_params(axis="x", nbins=4)  # numbers such as 0.0025 are wide
         axes.grid(axis="x", alpha=0.3)
@@ -164,17 +178,25 @@ def draw_bars(
     return picture
 
 
-def draw_resolution(curves: Mapping[str, Curve], trained: Mapping[str, int]) -> Any:
-    """Accuracy against size, one line per checkpoint; a ring marks the size of its training."""
+def draw_resolution(
+    curves: Mapping[str, Curve], trained: Mapping[str, int], colours: Mapping[str, str]
+) -> Any:
+    """Accuracy against size, one line per checkpoint; a ring marks the size of its training.
+
+    Checkpoints of one colour, those of one attention, have lines and markers of their own.
+    """
     figure = new_figure(7, 4.8)
     axes = figure.add_subplot()
-    for index, (title, curve) in enumerate(curves.items()):
-        marker = MARKERS[index % len(MARKERS)]
+    drawn: Counter[str] = Counter()
+    for title, curve in curves.items():
+        colour = colours[title]
+        style, marker = (kinds[drawn[colour] % len(kinds)] for kinds in (STYLES, MARKERS))
+        drawn[colour] += 1
         sizes, accuracies = zip(*curve, strict=True)
-        axes.plot(sizes, accuracies, f"C{index % 10}-", marker=marker, label=title)
-        axes.axvline(trained[title], color=f"C{index % 10}", linestyle=":", linewidth=1)
+        axes.plot(sizes, accuracies, style, color=colour, marker=marker, label=title)
+        axes.axvline(trained[title], color=colour, linestyle=":", linewidth=1)
         for point in (point for point in curve if point[0] == trained[title]):
-            axes.plot(*point, f"C{index % 10}o", markersize=14, fillstyle="none")
+            axes.plot(*point, "o", color=colour, markersize=14, fillstyle="none")
     axes.set_xticks(sorted({size for curve in curves.values() for size, _ in curve}))
     axes.set(xlabel="side of the square image (pixels)", ylabel="top-1 accuracy (%)")
     low, high = axes.get_ylim()

@@ -1,5 +1,6 @@
 """The spectrum behind softmax-free attention, and what the normalisation does to it (Fig. 6 of the papers)."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softfree.analysis.capture import SoftLayer
-from softfree.analysis.plots import new_figure
+from softfree.analysis.plots import COLOURS, STYLES, new_figure, shades
 from softfree.ops.attention.reference import gaussian_kernel, normalize_inverse
 
 LEAST = 1e-16  # eigenvalue drawn
@@ -38,36 +39,46 @@ def spectral_norms(landmarks: Tensor, scale: float) -> SpectralNorms:
 
 
 def draw_spectrum(
-    layers: Sequence[SoftLayer], norms: Mapping[int, Sequence[SpectralNorms]], title: str
+    layers: Sequence[SoftLayer],
+    norms: Mapping[int, Sequence[SpectralNorms]],
+    title: str,
+    colour: str,
 ) -> Any:
-    """Left: eigenvalues of A by stage. Right: spectral norms against m. ``title`` names the model."""
+    """Left: eigenvalues of A by stage. Right: spectral norms against m.
+
+    ``title`` names the model, ``colour`` is that of its attention, with shades of it for the stages.
+    """
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(11, 4.6)
     figure.suptitle(f"Spectrum of the kernel between landmarks, A: {title}", fontsize=11)
     left, right = figure.subplots(1, 2)
-    for index, stage in enumerate(sorted({layer.stage for layer in layers})):
+    stages = sorted({layer.stage for layer in layers})
+    # Of two shades more the lightest are left out: thin lines of theirs would hardly be seen.
+    lines = zip(stages, shades(colour, len(stages) + 2), itertools.cycle(STYLES), strict=False)
+    for stage, shade, style in lines:
         members = [layer for layer in layers if layer.stage == stage]
         values = torch.cat([layer.eigenvalues for layer in members]).clamp(min=LEAST).cpu().numpy()
         number = np.arange(1, values.shape[1] + 1)
-        left.plot(number, values.T, color=f"C{index}", alpha=0.15, linewidth=0.6)
+        left.plot(number, values.T, color=shade, alpha=0.15, linewidth=0.6)
         mean = np.exp(np.log(values).mean(0))
         kept = torch.cat([layer.kept_eigenvalues() for layer in members]).double().mean().item()
         label = f"stage {stage}: {kept:.0f} of {len(mean)} inverted"
-        left.plot(number, mean, f"C{index}-", linewidth=2, label=label)
+        left.plot(number, mean, style, color=shade, linewidth=2, label=label)
     left.set(yscale="log", xlabel="number of the eigenvalue", ylabel="eigenvalue")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set_title("(a) Eigenvalues of A: each head, and their mean", fontsize=10)
     counts = sorted(norms)
-    labels = (
-        r"without normalisation, $\|A^\dagger\|_2$ (SOFT)",
-        r"with, $\|D^{-1/2} A^\dagger D^{-1/2}\|_2$ (SOFT++)",
-    )
-    for index, label in enumerate(labels):
+    labels = {
+        "soft": r"without normalisation, $\|A^\dagger\|_2$ (SOFT)",
+        "softpp": r"with, $\|D^{-1/2} A^\dagger D^{-1/2}\|_2$ (SOFT++)",
+    }
+    for index, (name, label) in enumerate(labels.items()):
         spread = [torch.cat([found[index] for found in norms[m]]).cpu() for m in counts]
         for m, found in zip(counts, spread, strict=True):
-            right.plot([m] * len(found), found, "+", color=f"C{index}", alpha=0.25)
-        right.plot(counts, [found.mean() for found in spread], f"C{index}-o", label=label)
+            right.plot([m] * len(found), found, "+", color=COLOURS[name], alpha=0.25)
+        means = [found.mean() for found in spread]
+        right.plot(counts, means, "-o", color=COLOURS[name], label=label)
     right.set(yscale="log", xlabel="landmarks m", ylabel="spectral norm")
     right.set_title("(b) Spectral norm: + each head, o the mean", fontsize=10)
     for axes in (left, right):

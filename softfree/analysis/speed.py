@@ -25,7 +25,7 @@ from softfree.analysis.measure import (
     synchronize,
     time_in_turn,
 )
-from softfree.analysis.plots import COLOURS, draw_bars
+from softfree.analysis.plots import LABELS, colour_of, draw_bars
 from softfree.models import capture, fold_batch_norms
 from softfree.models.features import PyramidFeatures
 from softfree.models.graphs import WARM_UP
@@ -284,8 +284,8 @@ def draw_speeds(
         }
         for figure, words in (("img_per_s", "images per second"), ("peak_gib", "GiB"))
     }
-    colours = [COLOURS.get(row.model, "") for row in rows]
-    return draw_bars(names, panels, title, colours if all(colours) else None)
+    labels = [LABELS.get(name, name) for name in names]
+    return draw_bars(labels, panels, title, [colour_of(name) for name in names])
 
 
 def fill(row: Any, kind: str, found: Measured, images: int) -> None:

@@ -21,7 +21,7 @@ from softfree.analysis.convergence import draw_convergence, residual_curves
 from softfree.analysis.heatmap import Group, draw_heat_maps, heat_panels, layer_title
 from softfree.analysis.judgement import judge_layer
 from softfree.analysis.pictures import landscape, load_photo
-from softfree.analysis.plots import draw_resolution, save_figure
+from softfree.analysis.plots import colour_of, draw_resolution, save_figure
 from softfree.analysis.spectrum import SpectralNorms, draw_spectrum, spectral_norms
 from softfree.analysis.subject import checkpoint_title, load_subjects
 from softfree.commands.common import (
@@ -37,6 +37,7 @@ from softfree.commands.common import (
     run_subcommand,
 )
 from softfree.layers import SoftAttention
+from softfree.layers.factory import attention_name
 from softfree.models.checks import check_at_least
 from softfree.training.devices import choose_device
 from softfree.training.settings import WORKERS
@@ -165,7 +166,8 @@ def convergence(
     layers = [m for m in subject.model.modules() if isinstance(m, SoftAttention)]
     taken = {layer.iterations for layer in layers if layer.inverse == "newton"}
     what = f"{count} {'parts of a drawn picture' if paths is None else 'photos'}"
-    save_figure(draw_convergence(curves, taken, f"{subject.title}, {what}"), draw)
+    colour = colour_of(attention_name(subject.model))
+    save_figure(draw_convergence(curves, taken, f"{subject.title}, {what}", colour), draw)
     return 0
 
 
@@ -230,7 +232,8 @@ def spectrum(
         norms.setdefault(layers[0].m, []).extend(
             spectral_norms(layer.landmarks, layer.scale) for layer in layers
         )
-    save_figure(draw_spectrum(captured.soft_layers, norms, subject.title), draw)
+    colour = colour_of(attention_name(subject.model))
+    save_figure(draw_spectrum(captured.soft_layers, norms, subject.title, colour), draw)
     return 0
 
 
@@ -307,7 +310,8 @@ def resolution(
             for title, curve in curves.items():
                 table.add_row(title, *(f"{accuracy:.1f}" for _, accuracy in curve))
             Console(highlight=False).print(table)
-            save_figure(draw_resolution(curves, trained), draw)
+            colours = {title: colour_of(attention_name(model)) for title, model, *_ in tested}
+            save_figure(draw_resolution(curves, trained, colours), draw)
     return 0
 
 

@@ -116,6 +116,25 @@ def option_names(name: str) -> set[str]:
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
+def attention_name(model: nn.Module) -> str | None:
+    """What the attention of a model is called: the first that is not softmax, as pyramids may end in it; None without.
+
+    Example:
+        >>> attention_name(create_attention("softpp", 64)), attention_name(nn.Linear(2, 2))
+        ('softpp', None)
+    """
+    names = [_name_of(module) for module in model.modules()]
+    return next((name for name in names if name not in (None, "softmax")), None) or next(
+        (name for name in names if name), None
+    )
+
+
+def _name_of(module: nn.Module) -> str | None:
+    if isinstance(module, SoftAttention):
+        return "softfree" if module.query_norm else "softpp" if module.normalize else "soft"
+    return next((name for name, kind in CLASSES.items() if type(module) is kind), None)
+
+
 def default_mlp_ratio(name: str) -> float:
     """Hidden channels over channels of a block's MLP, such that blocks of all attentions are equally large.
 

@@ -29,7 +29,7 @@ def test_a_line_in_proportion_to_the_tokens_ends_where_the_lowest_one_does():
 
 
 def test_accuracies_fill_their_axis_and_the_trained_size_is_marked():
-    figure = draw_resolution({"a": [(96, 61.0), (128, 64.0)]}, {"a": 112})
+    figure = draw_resolution({"a": [(96, 61.0), (128, 64.0)]}, {"a": 112}, {"a": "C0"})
     (axes,) = figure.axes
     low, high = axes.get_ylim()
     assert 50 < low < 61 and 64 < high < 75
@@ -38,7 +38,8 @@ def test_accuracies_fill_their_axis_and_the_trained_size_is_marked():
 
 def test_numbers_below_narrow_panels_do_not_run_into_each_other():
     values = {"training": [0.016, 0.016], "inference": [0.004, 0.004]}
-    figure = draw_bars(["softmax (fused)", "b"], {"images": values, "GiB": values}, "title")
+    panels = {"images": values, "GiB": values}
+    figure = draw_bars(["softmax (fused)", "b"], panels, "title", ["#1f77b4", "#ff7f0e"])
     figure.draw_without_rendering()
     for axes in figure.axes:
         boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
@@ -49,6 +50,16 @@ def test_numbers_below_narrow_panels_do_not_run_into_each_other():
 def test_every_attention_has_one_label_and_a_colour_of_its_own():
     assert set(ATTENTIONS) | {"softmax-unfused", "none"} <= set(LABELS) == set(COLOURS)
     assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_checkpoints_of_one_attention_share_its_colour_and_differ_in_their_lines():
+    curves = {name: [(96, 61.0), (128, 64.0)] for name in "abc"}
+    colours = {"a": COLOURS["softpp"], "b": COLOURS["softmax"], "c": COLOURS["softpp"]}
+    figure = draw_resolution(curves, dict.fromkeys(curves, 96), colours)
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert {name: lines[name].get_color() for name in curves} == colours
+    looks = {name: (lines[name].get_linestyle(), lines[name].get_marker()) for name in curves}
+    assert looks["a"] == looks["b"] != looks["c"]
 
 
 def test_bars_have_the_colours_of_their_names():

@@ -3,6 +3,7 @@
 import torch
 
 from softfree.analysis.capture import capture_attention
+from softfree.analysis.plots import COLOURS
 from softfree.analysis.spectrum import draw_spectrum, spectral_norms
 from tests.analysis.small import small
 
@@ -48,6 +49,8 @@ def test_landmarks_that_coincide_leave_the_norm_finite():
 def test_eigenvalues_are_numbered_by_whole_numbers_and_the_title_says_what_is_seen():
     layers = capture_attention(small("softpp_tiny"), torch.randn(3, 64, 64)).soft_layers
     norms = {layer.m: [spectral_norms(layer.landmarks, layer.scale)] for layer in layers}
-    figure = draw_spectrum(layers, norms, "softpp_tiny, cats")
+    figure = draw_spectrum(layers, norms, "softpp_tiny, cats", COLOURS["softpp"])
     assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())
     assert figure.get_suptitle() == "Spectrum of the kernel between landmarks, A: softpp_tiny, cats"
+    without, normalized = (line for line in figure.axes[1].lines if line.get_linestyle() == "-")
+    assert (without.get_color(), normalized.get_color()) == (COLOURS["soft"], COLOURS["softpp"])

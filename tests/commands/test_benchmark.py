@@ -321,7 +321,9 @@ def test_a_backbone_without_landmarks_is_measured_once(tmp_path, monkeypatch):
     for name in ("backbone_pass", "detector_step"):
         monkeypatch.setattr(speed, name, lambda *_: Work(lambda: None))
     options = ["--landmarks", "conv:49", "conv", "--device", "cpu", "--seconds", "0.001"]
-    assert benchmark.main(["detector", "resnet10t", *options]) == 0
+    drawn = tmp_path / "speeds.png"
+    assert benchmark.main(["detector", "resnet10t", *options, "--draw", str(drawn)]) == 0
+    assert drawn.is_file()
     assert built == [{}, {}]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from softfree.layers import ATTENTIONS, SoftAttention, create_attention
+from softfree.layers.factory import attention_name
 
 DIM, HEADS = 16, 2
 # Small enough that windows, segments, slots, buckets and chunks are many.
@@ -198,6 +199,15 @@ def test_attending_to_itself_as_context_is_self_attention(name):
     attention, x = images(name), tokens(1 + 35)
     torch.testing.assert_close(attention(x, (7, 5), context=x), attention(x, (7, 5)))
     assert attention(tokens(4), (7, 5), context=x).shape == (2, 4, DIM)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_the_name_of_a_models_attention_is_the_one_it_was_made_with(name):
+    layers = [
+        create_attention(kind, 16, 2, sequence=True, grid=16, stride=4)
+        for kind in ("softmax", name)
+    ]
+    assert attention_name(nn.Sequential(*layers)) == name
 
 
 def test_the_names_are_those_of_the_comparison():

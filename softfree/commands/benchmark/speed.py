@@ -9,7 +9,7 @@ import torch
 import tyro
 
 from softfree.analysis import speed
-from softfree.analysis.plots import LABELS, draw_bars
+from softfree.analysis.plots import colour_of, draw_bars
 from softfree.commands.common import (
     REPORT,
     Columns,
@@ -194,6 +194,7 @@ def latency(
                 }
             },
             title,
+            [colour_of(row.model) for row in rows],
         ),
         section=lambda row: f"batch {row.batch_size}",
         extra=dataclasses.asdict(conditions),
@@ -235,9 +236,7 @@ def publish_models(
         (step if "train" in kinds else "")
         + f"ratio: images per second over those of {rows[0].model}.\n{GIB}\n"
         f"GMACs: billions of multiply-adds for one image of {conditions.img_size}².",
-        lambda title: speed.draw_speeds(
-            rows, [LABELS.get(row.model, row.model) for row in rows], kinds, title
-        ),
+        lambda title: speed.draw_speeds(rows, [row.model for row in rows], kinds, title),
         records=[{first: row.model, **vars(row), **before} for row in rows],
         extra={**after, **dataclasses.asdict(conditions)},
     )
