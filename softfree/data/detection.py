@@ -1,17 +1,20 @@
 """Pictures with boxes, labels and masks: COCO json files, or the embedded shapes."""
 
+import collections
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN
 from torch import Tensor
 from torchvision import tv_tensors
+from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 
 from softfree.data.coco import (
@@ -29,6 +32,7 @@ from softfree.data.images import (
     check_embedded,
     open_image,
     part_readable,
+    photometric,
     printable,
     some,
 )
@@ -44,6 +48,8 @@ IMAGE_FOLDERS = (
     "{split}2017", "{split}", "{split}2014", "images/{split}2017", "images/{split}", "images",
     "JPEGImages", ".",
 )  # fmt: skip
+# ImageNet's: what a detector makes 0, as the padding of its batches.
+MEAN_COLOUR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
 Target = dict[str, Any]
 Sample = tuple[Tensor, Target] | Unreadable
 
@@ -144,6 +150,11 @@ class CocoDetection(ImageDataset):
     def aspect_ratio(self, index: int) -> float:
         """Width by height of a picture, from the annotations."""
         return self.images[index]["width"] / self.images[index]["height"]
+
+    def labels(self, index: int) -> list[int]:
+        """Labels of a picture's objects."""
+        objects = self._objects[self.images[index]["id"]]
+        return [self._label[annotation["category_id"]] for annotation in objects]
 
     def name(self, index: int) -> str:
         return self.images[index]["file_name"]
@@ -267,17 +278,76 @@ def load_split(
 
 
 def train_transform(
-    short_sides: Sequence[int], max_size: int
+    short_sides: Sequence[int],
+    max_size: int,
+    *,
+    scales: tuple[float, float] = (1.0, 1.0),
+    crop: int = 0,
+    color_jitter: float = 0.0,
 ) -> Callable[..., tuple[Tensor, Target]]:
-    """Random flip, and a resize to one of the short sides whose long side stays within ``max_size``."""
-    return v2.Compose(
-        [
-            v2.RandomHorizontalFlip(),
-            v2.RandomShortestSize(list(short_sides), max_size),
-            v2.SanitizeBoundingBoxes(),
-            v2.ToPureTensor(),
-        ]
-    )
+    """Flip, resize and crop at random, and vary the colours; objects of which nothing is left are dropped.
+
+    Args:
+        short_sides, max_size: the picture is resized to one of the short sides, its long side within ``max_size``.
+        scales: both are multiplied by a random number from here to here.
+        crop: side of the square that is cut out then, which has the mean colour outside of the picture; 0: all of it.
+        color_jitter: see :func:`softfree.data.images.photometric`.
+    """
+    sides, longest = list(short_sides), max_size
+    if scales != (1.0, 1.0):
+        low, high = scales
+        sides = [*range(max(1, round(low * min(sides))), round(high * max(sides)) + 1)]
+        longest = round(high * max_size)
+    steps = [v2.RandomHorizontalFlip(), v2.RandomShortestSize(sides, longest)]
+    steps += photometric(color_jitter)
+    if crop:
+        fill = {tv_tensors.Image: MEAN_COLOUR, tv_tensors.Mask: 0, "others": 0}
+        steps += [v2.RandomCrop(crop, pad_if_needed=True, fill=fill), VisibleBoxes()]
+    return v2.Compose([*steps, v2.SanitizeBoundingBoxes(), v2.ToPureTensor()])
+
+
+class VisibleBoxes(torch.nn.Module):
+    """After a crop, boxes of the parts that are left of the masks, where there are masks; of nothing, without area."""
+
+    def forward(self, image: Tensor, target: Target) -> tuple[Tensor, Target]:
+        if "masks" not in target:
+            return image, target
+        masks, boxes = torch.as_tensor(target["masks"]) > 0, target["boxes"]
+        left = torch.zeros(len(masks), 4)
+        seen = masks.flatten(1).any(1)
+        if seen.any():
+            # From the first pixel's near edge to the last one's far edge.
+            left[seen] = masks_to_boxes(masks[seen]) + torch.tensor([0.0, 0.0, 1.0, 1.0])
+        return image, {**target, "boxes": tv_tensors.wrap(left.to(boxes.dtype), like=boxes)}
+
+
+def repeat_factors(labels: Sequence[Collection[int]], share: float) -> list[float]:
+    """How often each picture is shown, given the labels in it: once, or more often for the sake of a rare class.
+
+    As for LVIS (Gupta et al. 2019): of a class in a part f of the pictures sqrt(share / f) times, at least once; a picture as often
+    as its rarest class.
+
+    Example:
+        >>> repeat_factors([{1}, {1}, {1, 2}, {1}], share=1.0)
+        [1.0, 1.0, 2.0, 1.0]
+    """
+    counts = collections.Counter(label for found in labels for label in set(found))
+    factor = {
+        label: max(1.0, math.sqrt(share * len(labels) / count)) for label, count in counts.items()
+    }
+    return [max((factor[label] for label in found), default=1.0) for found in labels]
+
+
+def repeat_indices(factors: Sequence[float], generator: torch.Generator) -> list[int]:
+    """An epoch of as many pictures as there are, in random order, in which each is as frequent as its factor says.
+
+    With n pictures, the k-th showing of picture i is i + k n: the loop varies them apart.
+    """
+    count = len(factors)
+    exact = torch.tensor(factors, dtype=torch.float64)
+    times = (exact + torch.rand(count, dtype=torch.float64, generator=generator)).floor().long()
+    shown = [index + count * k for index, n in enumerate(times.tolist()) for k in range(n)]
+    return [shown[place] for place in torch.randperm(len(shown), generator=generator)[:count]]
 
 
 def aspect_ratio_order(

@@ -23,6 +23,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms import v2
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Pillow knows more, told by a file's content and not by its name; for some it starts other programs.
@@ -297,6 +298,14 @@ def to_rgb(picture: Image.Image) -> Image.Image:
         white.alpha_composite(picture if picture.mode == "RGBA" else picture.convert("RGBA"))
         return white.convert("RGB")
     return picture.convert("RGB")
+
+
+def photometric(color_jitter: float) -> list[torch.nn.Module]:
+    """The step of a transform that changes brightness, contrast and saturation at random; none for 0.
+
+    Each is multiplied by a number from 1 - ``color_jitter`` to 1 + ``color_jitter``.
+    """
+    return [v2.ColorJitter(color_jitter, color_jitter, color_jitter)] if color_jitter else []
 
 
 def part_readable(

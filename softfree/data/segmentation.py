@@ -32,6 +32,7 @@ from softfree.data.images import (
     open_image,
     opened,
     part_readable,
+    photometric,
     some,
     upright_size,
 )
@@ -39,6 +40,8 @@ from softfree.data.shapes import CLASSES, SHAPES, SIDE, draw_shapes
 
 CLASS_MAP_FORMATS = ("PNG",)
 IGNORE = 255
+# Of the weights of two classes, at most.
+WEIGHT_RANGE = 20.0
 ADE20K_CLASSES = 150
 # Of all labels; 19 of them are classes. -1, a license plate, is 255 in 8 bits.
 CITYSCAPES_IDS = 34
@@ -92,11 +95,14 @@ class SegmentationDataset(ImageDataset):
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         """Picture and class map (H, W) uint8."""
-        image, class_map = self.pairs[index]
-        picture, classes = open_image(image), self.classes[read_class_ids(class_map)]
+        picture, classes = open_image(self.pairs[index][0]), self.class_map(index)
         if picture.size != classes.shape[::-1]:
             raise UnreadableImageError(_sizes(picture.size, classes.shape[::-1]))
         return picture, classes
+
+    def class_map(self, index: int) -> np.ndarray:
+        """The class map alone, (H, W) uint8."""
+        return self.classes[read_class_ids(self.pairs[index][1])]
 
     def name(self, index: int) -> str:
         """The picture's file, for messages."""
@@ -119,6 +125,9 @@ class ShapeSegmentation(SegmentationDataset):
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
         picture = draw_shapes(index, split=self.split, side=self.side)
         return Image.fromarray(picture.image), picture.class_map
+
+    def class_map(self, index: int) -> np.ndarray:
+        return self.read(index)[1]
 
     def name(self, index: int) -> str:
         return f"shapes {index}"
@@ -246,18 +255,40 @@ def read_class_ids(path: str | Path) -> np.ndarray:
     return values.astype(np.uint8)
 
 
+def balanced_weights(dataset: SegmentationDataset, classes: int) -> Tensor:
+    """A weight for each class, (classes,), larger for those of few pixels; over the pixels their mean is 1.
+
+    With the share s of a class in the pixels that have one, the weight is proportional to 1 / sqrt(s), but at most
+    WEIGHT_RANGE times the smallest. By 1 / s a class of some hundred pixels would weigh as much as the ground, and
+    be seen everywhere.
+    """
+    counts = np.zeros(256, np.int64)
+    for index in range(len(dataset)):
+        try:
+            counts += np.bincount(dataset.class_map(index).ravel(), minlength=256)
+        except UnreadableImageError:
+            continue  # as in training
+    found = torch.from_numpy(counts[:classes]).double()
+    share = found / found.sum().clamp(min=1)
+    weights = share.max().clamp(min=1e-9).sqrt() / share.sqrt()
+    weights = weights.clamp(max=WEIGHT_RANGE)
+    return (weights / (share * weights).sum().clamp(min=1e-9)).float()
+
+
 def train_transform(
     crop: int,
     *,
     short_side: int | None = None,
     scales: tuple[float, float] = (0.5, 2.0),
+    color_jitter: float = 0.0,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Resize, flip and crop at random.
+    """Resize, flip and crop at random, and vary the colours.
 
     Args:
         crop: side of the square that is cut out; what lies outside of the picture is ignored.
         short_side: the picture is resized to this short side, times a random number from ``scales``;
             None: only cropped.
+        color_jitter: see :func:`softfree.data.images.photometric`.
     """
     steps: list[torch.nn.Module] = []
     if short_side is not None:
@@ -266,7 +297,9 @@ def train_transform(
     crop_or_pad = v2.RandomCrop(
         crop, pad_if_needed=True, fill={tv_tensors.Mask: IGNORE, "others": 0}
     )
-    return v2.Compose([*steps, v2.RandomHorizontalFlip(), crop_or_pad, v2.ToPureTensor()])
+    # What is padded keeps its colour.
+    steps += [*photometric(color_jitter), v2.RandomHorizontalFlip(), crop_or_pad]
+    return v2.Compose([*steps, v2.ToPureTensor()])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import logging
+import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +15,11 @@ from softfree.layers.landmarks import LandmarkSpec
 from softfree.models.checks import check_model_name, check_pretrained, fetching, mistakes_in
 from softfree.models.features import fixed_landmarks
 from softfree.models.metadata import check_arguments
-from softfree.training.classification import parse_model_kwargs
+from softfree.training.classification import FEW_PICTURES, parse_model_kwargs
 from softfree.training.engine import PictureTask
-from softfree.training.settings import Given, OptimSettings, fit_length
+from softfree.training.settings import Given, OptimSettings, fit_batch, fit_length
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,22 @@ class BackboneSettings:
 SMALL_BACKBONE = (
     "embed_dims=32,64,128,192", "num_heads=2,4,8,12", "depths=1,1,2,1", "img_size=96",
 )  # fmt: skip
+# Of the recipes `small`: counted in steps, so that hundreds of pictures are seen often and thousands take no longer.
+SMALL_OPTIM = OptimSettings(
+    batch_size=8, steps=3000, warmup_steps=200, warmup_lr=1e-6, lr=3e-4, min_lr=1e-6, weight_decay=0.05,
+    clip_grad=1.0,
+)  # fmt: skip
+# Both: the share of brightness, contrast and saturation that changes, and of the size.
+SMALL_JITTER: dict[str, Any] = dict(color_jitter=0.4, scales=(0.5, 2.0))
+
+
+def check_variation(scales: tuple[float, float], color_jitter: float) -> None:
+    """Refuse what no picture can be resized to or coloured by."""
+    low, high = scales
+    if not 0 < low <= high:
+        raise ValueError(f"`scales` must be above 0 and in order, got {low:g} {high:g}")
+    if not 0 <= color_jitter <= 1:
+        raise ValueError(f"`color_jitter` must be from 0 to 1, got {color_jitter:g}")
 
 
 class DenseTask(PictureTask):
@@ -58,12 +79,32 @@ class DenseTask(PictureTask):
     settings: Any
 
     @classmethod
+    @abstractmethod
+    def has_fewer(cls, data_dir: str, count: int) -> bool:
+        """Whether a folder has fewer training pictures than ``count``; False where it can't be told."""
+
+    @classmethod
+    @abstractmethod
+    def count_samples(cls, data_dir: str) -> int:
+        """Training pictures of a folder; raises as a run would."""
+
+    @classmethod
     def usual_recipe(cls, given: Given) -> str:
-        return next(iter(cls.recipes)) if "data_dir" in given else "shapes"
+        if "data_dir" not in given:
+            return "shapes"
+        return (
+            "small" if cls.has_fewer(given["data_dir"], FEW_PICTURES) else next(iter(cls.recipes))
+        )
 
     @classmethod
     def adapt(cls, settings: Any, given: Given) -> Any:
-        """The length is fitted; a backbone other than our pyramids loses a recipe's arguments, which they alone take."""
+        """Length and batch are fitted; a backbone other than our pyramids loses a recipe's arguments, which they alone take.
+
+        Of the batch only that of `small`: for other recipes, too little data is an error.
+        """
+        notes = []
+        if "recipe" not in given and settings.recipe == "small":
+            notes.append(f"`recipe` small, for fewer than {FEW_PICTURES:,} training pictures")
         backbone = settings.backbone
         pyramid = (
             backbone.model.startswith(("softfree_", "soft_", "softpp_"))
@@ -72,6 +113,27 @@ class DenseTask(PictureTask):
         if not pyramid and "model_kwargs" not in given:
             backbone = dataclasses.replace(backbone, model_kwargs=())
         optim = fit_length(settings.optim, cls.usual_length(settings), given)
+        data_dir, processes = settings.data.data_dir, int(os.environ.get("WORLD_SIZE", 1))
+        most = 4 * optim.batch_size * optim.grad_accum_steps * processes
+        if (
+            settings.recipe == "small"
+            and "batch_size" not in given
+            and data_dir
+            and cls.has_fewer(data_dir, most)
+        ):
+            # Folders that can't be read are for the run to refuse, not for its --help.
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                samples = cls.count_samples(data_dir)
+                fitted = fit_batch(optim, samples, processes)
+                # Two at least: batch norms see one value of a picture.
+                fitted = dataclasses.replace(fitted, batch_size=max(2, fitted.batch_size))
+                if fitted.batch_size < optim.batch_size:
+                    size = f"{fitted.batch_size} instead of {optim.batch_size}"
+                    notes.append(f"`batch_size` {size}, for {samples} training pictures")
+                    optim = fitted
+        if os.environ.get("RANK", "0") == "0":
+            for line in notes:
+                logger.info(line)
         return dataclasses.replace(settings, backbone=backbone, optim=optim)
 
     @classmethod

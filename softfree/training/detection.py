@@ -14,6 +14,7 @@ import tyro
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
+from softfree.data.classification import has_fewer
 from softfree.data.detection import (
     CocoDetection,
     DetectionBatch,
@@ -21,12 +22,22 @@ from softfree.data.detection import (
     aspect_ratio_order,
     collate_detection,
     load_detection,
+    load_split,
+    repeat_factors,
+    repeat_indices,
     train_transform,
 )
 from softfree.models.checks import check_at_least, check_grouped, check_model_name
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
 from softfree.training.coco_metrics import CocoMetrics
-from softfree.training.dense import SMALL_BACKBONE, BackboneSettings, DenseTask
+from softfree.training.dense import (
+    SMALL_BACKBONE,
+    SMALL_JITTER,
+    SMALL_OPTIM,
+    BackboneSettings,
+    DenseTask,
+    check_variation,
+)
 from softfree.training.distributed import Processes
 from softfree.training.parameters import parameter_groups
 from softfree.training.settings import OptimSettings, RunSettings
@@ -47,7 +58,7 @@ DetectorName = Literal["retinanet", "mask-rcnn"]
 
 @dataclasses.dataclass(frozen=True)
 class DetectionDataSettings:
-    """What the run reads, and how pictures are resized."""
+    """What the run reads, and how pictures are resized, cut and varied."""
 
     data_dir: str | None = None
     """folder with annotations/instances_train2017.json, ..., train2017/ and val2017/ (COCO), or
@@ -60,6 +71,15 @@ class DetectionDataSettings:
     """evaluation: short side"""
     max_size: int = 1333
     """no side becomes longer than this"""
+    scales: tuple[float, float] = (1.0, 1.0)
+    """training: both sides are multiplied by a random number from here to here"""
+    crop: int = 0
+    """training: side of the square that is cut out at random then; 0: none"""
+    color_jitter: float = 0.0
+    """training: change of brightness, contrast and saturation"""
+    balance: float = 0.0
+    """training: show pictures of rare classes more often, those in less than this share of the pictures; 0: each once
+    an epoch"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +127,15 @@ RECIPES = {
             optim=dataclasses.replace(_PAPER, epochs=36, decay_milestones=(27, 33)),
         ),
         DetectionSettings(
+            "small",
+            data=DetectionDataSettings(
+                short_sides=(512,), short_side=512, max_size=853, crop=512, balance=0.1, **SMALL_JITTER
+            ),
+            detector=DetectorSettings(head_norm=True),
+            optim=SMALL_OPTIM,
+            run=RunSettings(eval_every=300),
+        ),
+        DetectionSettings(
             "shapes",
             data=DetectionDataSettings(short_sides=(96,), short_side=96, max_size=192),
             detector=DetectorSettings(width=64, head_norm=True, proposals=64, anchor_size=20),
@@ -147,6 +176,8 @@ class Detection(DenseTask):
             listed = ", ".join(map(str, given.short_sides)) or "none"
             raise ValueError(f"`short_sides` must be at least 1, got {listed}")
         check_at_least(1, short_side=given.short_side, max_size=given.max_size)
+        check_variation(given.scales, given.color_jitter)
+        check_at_least(0, crop=given.crop, balance=given.balance)
         detector = settings.detector
         check_at_least(1, width=detector.width, anchor_size=detector.anchor_size)
         # Half of them train the proposals themselves.
@@ -162,7 +193,22 @@ class Detection(DenseTask):
         self.data = data
         self.train_data = data.train
         self.eval_data = for_evaluation(data.val, given.short_side, given.max_size)
-        self.train_data.transform = train_transform(given.short_sides, given.max_size)
+        self.train_data.transform = train_transform(
+            given.short_sides,
+            given.max_size,
+            scales=given.scales,
+            crop=given.crop,
+            color_jitter=given.color_jitter,
+        )
+
+    @classmethod
+    def has_fewer(cls, data_dir: str, count: int) -> bool:
+        # Annotations may be long: files are counted instead.
+        return has_fewer(data_dir, count)
+
+    @classmethod
+    def count_samples(cls, data_dir: str) -> int:
+        return len(load_split(data_dir, "train"))
 
     @classmethod
     def build(cls, metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
@@ -206,9 +252,15 @@ class Detection(DenseTask):
         }
 
     def order(self, samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
-        """The order of an epoch: a batch's pictures are all wide or all tall."""
-        ratios = [self.data.train.aspect_ratio(index) for index in range(samples)]
-        return torch.tensor(aspect_ratio_order(ratios, batch_size, generator))
+        """The order of an epoch: a batch's pictures are all wide or all tall, those of rare classes come again."""
+        data, share = self.data.train, self.settings.data.balance
+        shown = [*range(samples)]
+        if share:
+            labels = [data.labels(index) for index in range(samples)]
+            shown = repeat_indices(repeat_factors(labels, share), generator)
+        ratios = [data.aspect_ratio(index % samples) for index in shown]
+        order = aspect_ratio_order(ratios, batch_size, generator)
+        return torch.tensor([shown[place] for place in order])
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
         return parameter_groups(model, optim, model.backbone.features.body)  # type: ignore[union-attr, arg-type]

@@ -22,6 +22,7 @@ Key = tuple[int, int]
 class Augmented(Dataset):
     """A data set whose items are asked for by key; random transforms are seeded by it.
 
+    An index beyond the last is that of an item that an epoch shows again, counted on from the first.
     The generators are not put back: the engine seeds them again before it draws anything.
     """
 
@@ -35,7 +36,7 @@ class Augmented(Dataset):
     def __getitem__(self, key: Key) -> Any:
         epoch, index = key
         seed_generators(self.seed, epoch, index)
-        return self.dataset[index]
+        return self.dataset[index % len(self.dataset)]
 
 
 def shuffle(samples: int, batch_size: int, generator: torch.Generator) -> Tensor:

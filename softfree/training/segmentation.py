@@ -4,9 +4,11 @@ Segmentation.run(settings)               -> Outcome
 Segmentation.load("OUTPUT/best", device) -> model, metadata
 """
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +21,25 @@ from softfree.data.segmentation import (
     EvalTransform,
     SegmentationBatch,
     SegmentationData,
+    balanced_weights,
     collate_pictures,
     collate_segmentation,
     load_segmentation,
+    load_split,
     train_transform,
 )
 from softfree.models.checks import check_at_least, check_model_name
 from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
 from softfree.training.classification import Normalize
-from softfree.training.dense import SMALL_BACKBONE, BackboneSettings, DenseTask, any_sizes
+from softfree.training.dense import (
+    SMALL_BACKBONE,
+    SMALL_JITTER,
+    SMALL_OPTIM,
+    BackboneSettings,
+    DenseTask,
+    any_sizes,
+    check_variation,
+)
 from softfree.training.distributed import Processes
 from softfree.training.parameters import parameter_groups
 from softfree.training.settings import OptimSettings, RunSettings
@@ -37,7 +49,7 @@ AUXILIARY_WEIGHT = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class SegmentationDataSettings:
-    """What the run reads, and how pictures are cut."""
+    """What the run reads, how pictures are cut and varied, and what classes weigh."""
 
     data_dir: str | None = None
     """folder in the layout of ADE20K, Cityscapes or PASCAL VOC, or with images/train, images/val,
@@ -52,6 +64,10 @@ class SegmentationDataSettings:
     """short side that pictures are resized to, in training before the cut; 0: as they are"""
     scales: tuple[float, float] = (1.0, 1.0)
     """training: the short side is multiplied by a random number from here to here; needs a short side"""
+    color_jitter: float = 0.0
+    """training: change of brightness, contrast and saturation"""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: classes of few pixels count more in the loss, by one over the root of their share of the pixels"""
     window: int = 0
     """evaluation: side of the windows that slide over a picture; 0: the whole picture at once"""
 
@@ -97,6 +113,12 @@ RECIPES = {
             run=RunSettings(eval_every=4_000),
         ),
         SegmentationSettings(
+            "small",
+            data=SegmentationDataSettings(class_weights="balanced", **SMALL_JITTER),
+            optim=SMALL_OPTIM,
+            run=RunSettings(eval_every=300),
+        ),
+        SegmentationSettings(
             "shapes",
             data=SegmentationDataSettings(crop=96, short_side=0),
             decoder=DecoderSettings(width=64),
@@ -130,10 +152,9 @@ class Segmentation(DenseTask):
             raise ValueError(
                 "`batch_size` must be at least 2, got 1: a batch norm of UPerNet sees one value per picture"
             )
-        low, high = given.scales
-        if not 0 < low <= high:
-            raise ValueError(f"`scales` must be above 0 and in order, got {low:g} {high:g}")
+        check_variation(given.scales, given.color_jitter)
         if not given.short_side and given.scales != (1.0, 1.0):
+            low, high = given.scales
             raise ValueError(
                 f"`scales` {low:g} {high:g} multiply the short side, but `short_side` is 0, pictures as they are: "
                 f"give one, such as that of the crop (`short_side` {given.crop}), or no `scales`"
@@ -142,14 +163,29 @@ class Segmentation(DenseTask):
             data = load_segmentation(
                 given.data_dir, ignore_label=given.ignore_label, check=given.check_data
             )
+        self.data = data
         self.class_names = data.class_names
         self.train_data, self.eval_data = data.train, data.val
         short_side = given.short_side or None
         self.train_data.transform = train_transform(
-            given.crop, short_side=short_side, scales=given.scales
+            given.crop,
+            short_side=short_side,
+            scales=given.scales,
+            color_jitter=given.color_jitter,
         )
         self.eval_data.transform = EvalTransform(short_side)
         self.normalize = Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+
+    @classmethod
+    def has_fewer(cls, data_dir: str, count: int) -> bool:
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            return cls.count_samples(data_dir) < count
+        return False
+
+    @classmethod
+    def count_samples(cls, data_dir: str) -> int:
+        # Lists files and opens none.
+        return len(load_split(data_dir, "train", check=False)[0])
 
     @classmethod
     def build(cls, metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
@@ -184,9 +220,18 @@ class Segmentation(DenseTask):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         logits, auxiliary = model(self.normalize(batch.images))
         size = batch.class_maps.shape[-2:]
-        main = _cross_entropy(resize_logits(logits, size), batch.class_maps)
-        aux = _cross_entropy(resize_logits(auxiliary, size, AUXILIARY_STRIDE), batch.class_maps)
+        weights = self.weights(logits.device)
+        main = _cross_entropy(resize_logits(logits, size), batch.class_maps, weights)
+        auxiliary = resize_logits(auxiliary, size, AUXILIARY_STRIDE)
+        aux = _cross_entropy(auxiliary, batch.class_maps, weights)
         return main + AUXILIARY_WEIGHT * aux, {"main": main, "auxiliary": aux}
+
+    @functools.cache  # noqa: B019, a task lives as long as its run
+    def weights(self, device: torch.device) -> Tensor | None:
+        """What the classes weigh, (classes,), or None: all the same."""
+        if self.settings.data.class_weights == "none":
+            return None
+        return balanced_weights(self.data.train, len(self.class_names)).to(device)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[SegmentationBatch], processes: Processes
@@ -251,7 +296,10 @@ def predict_classes(
     return logits.argmax(1)
 
 
-def _cross_entropy(logits: Tensor, classes: Tensor) -> Tensor:
-    """Mean over the pixels that have a class; 0 where none has, of which a plain mean makes NaN."""
-    total = F.cross_entropy(logits, classes, ignore_index=IGNORE, reduction="sum")
+def _cross_entropy(logits: Tensor, classes: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean over the pixels that have a class; 0 where none has, of which a plain mean makes NaN.
+
+    Of ``weights`` (classes,) the mean over the pixels of the data is 1.
+    """
+    total = F.cross_entropy(logits.float(), classes, weights, ignore_index=IGNORE, reduction="sum")
     return total / (classes != IGNORE).sum().clamp(min=1)

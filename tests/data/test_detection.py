@@ -19,6 +19,8 @@ from softfree.data.detection import (
     collate_detection,
     load_detection,
     load_split,
+    repeat_factors,
+    repeat_indices,
     train_transform,
 )
 from softfree.data.images import Unreadable
@@ -169,6 +171,67 @@ def test_flips_and_resizes_move_boxes_and_masks_alike():
         found[:, 2:] += 1
         assert (found - target["boxes"]).abs().max() <= 2
     assert sides == {96, 160}
+
+
+def test_crops_of_resized_pictures_keep_boxes_at_what_is_left_of_the_masks():
+    shapes = load_detection(None, masks=True, shapes=(20, 1))
+    whole = [len(shapes.train[index][1]["labels"]) for index in range(20)]
+    shapes.train.transform = train_transform([96], 96, scales=(0.5, 2.0), crop=64)
+    torch.manual_seed(0)
+    kept, padded = 0, 0
+    for index in range(20):
+        image, target = shapes.train[index]
+        assert image.shape == (3, 64, 64)
+        padded += (image.flatten(1) == torch.tensor([[124], [116], [104]])).all(0).any().item()
+        kept += len(target["labels"])
+        assert len(target["labels"]) == len(target["boxes"]) == len(target["masks"])
+        if len(target["boxes"]):
+            found = masks_to_boxes(target["masks"])
+            found[:, 2:] += 1
+            assert torch.equal(found, target["boxes"])
+    # Some lie outside, and small pictures have a border.
+    assert 0 < kept < sum(whole) and 0 < padded < 20
+
+
+def test_boxes_without_masks_are_cut_at_the_border_of_a_crop():
+    shapes = load_detection(None, shapes=(20, 1))
+    shapes.train.transform = train_transform([96], 96, crop=48)
+    for index in range(20):
+        _, target = shapes.train[index]
+        assert target["boxes"].numel() == 0 or 0 <= target["boxes"].min()
+        assert target["boxes"].numel() == 0 or target["boxes"].max() <= 48
+        assert ((target["boxes"][:, 2:] - target["boxes"][:, :2]) >= 1).all()
+
+
+def test_colours_vary_and_boxes_stay():
+    shapes = load_detection(None, shapes=(1, 1))
+    shapes.train.transform = train_transform([96], 96)
+    torch.manual_seed(0)
+    plain, boxes = shapes.train[0]
+    shapes.train.transform = train_transform([96], 96, color_jitter=0.4)
+    torch.manual_seed(0)
+    varied, same = shapes.train[0]
+    assert torch.equal(boxes["boxes"], same["boxes"])
+    difference = (plain.float() - varied.float()).abs().mean()
+    assert 1 < difference < 100
+
+
+def test_pictures_of_a_rare_class_come_again_and_an_epoch_stays_as_long():
+    labels = [[1, 1], [1], [], [1, 2], *[[1]] * 96]
+    factors = repeat_factors(labels, 0.09)
+    assert factors == pytest.approx([1, 1, 1, 3, *[1] * 96])
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.zeros(100)
+    for _ in range(50):
+        shown = repeat_indices(factors, generator)
+        # Each showing has a number of its own.
+        assert len(shown) == len(set(shown)) == 100
+        counts += torch.bincount(torch.tensor(shown) % 100, minlength=100)
+    assert counts[3] / 50 == pytest.approx(3, rel=0.1)
+    assert counts.min() > 40
+    # Fractions are kept in the mean.
+    halves = [repeat_indices([1.5, 1.0, 1.0, 1.0], generator).count(4) for _ in range(400)]
+    assert sum(halves) / 400 == pytest.approx(0.5 * 4 / 4.5, rel=0.2)
 
 
 def test_the_long_side_stays_within_its_limit():

@@ -13,6 +13,7 @@ from softfree.data.segmentation import (
     IGNORE,
     VOC_CLASSES,
     EvalTransform,
+    balanced_weights,
     collate_pictures,
     collate_segmentation,
     load_segmentation,
@@ -46,6 +47,39 @@ def test_plain_folders_with_an_ignore_label(tmp_path):
     assert image.shape == (3, 2, 3)
     assert mask.tolist() == [[0, 1, IGNORE], [1, 0, IGNORE]]
     assert mask.dtype == torch.int64
+
+
+def test_classes_of_few_pixels_weigh_more_within_bounds(tmp_path):
+    # Of the pixels that count, class 0 has 900, class 1 has 100, class 2 none; 7 is ignored.
+    values = np.zeros((40, 30), np.uint8)
+    values.flat[:100], values.flat[100:300] = 1, 7
+    root = folders(tmp_path, values)
+    (root / "classes.txt").write_text("ground\nroad\nsky\n")
+    data = load_segmentation(str(root), ignore_label=7)
+    ground, road, sky = balanced_weights(data.train, 3).tolist()
+    assert road / ground == pytest.approx(3)
+    assert sky / ground == pytest.approx(20)
+    assert 0.9 * ground + 0.1 * road == pytest.approx(1)
+
+
+def test_colours_vary_and_class_maps_and_padding_stay(tmp_path):
+    data = load_segmentation(None, shapes=(1, 1)).train
+    data.transform = train_transform(192)
+    torch.manual_seed(0)
+    plain, classes = data[0]
+    data.transform = train_transform(192, color_jitter=0.4)
+    torch.manual_seed(0)
+    varied, _ = data[0]
+    outside = classes == IGNORE
+    assert outside.any() and (plain[:, outside] == 0).all()
+    torch.manual_seed(3)
+    varied, classes = data[0]
+    assert (varied[:, classes == IGNORE] == 0).all()
+    means = [
+        image[:, seen].float().mean()
+        for image, seen in ((plain, ~outside), (varied, classes != IGNORE))
+    ]
+    assert abs(means[0] - means[1]) > 1
 
 
 def test_a_class_beyond_the_classes_is_named(tmp_path):

@@ -18,7 +18,9 @@ from softfree.training.detection import Detection
 from softfree.training.parameters import parameter_groups
 from softfree.training.segmentation import RECIPES as SEGMENTATION
 from softfree.training.segmentation import Segmentation
-from softfree.training.settings import OptimSettings
+from softfree.training.settings import OptimSettings, override
+from tests.data.test_detection import write_coco
+from tests.data.test_segmentation import folders
 from tests.models.small import PYRAMID
 
 
@@ -145,3 +147,38 @@ def test_a_backbone_starts_from_the_weights_that_timm_fetches(task, recipes, tmp
     given = dataclasses.replace(given, backbone_checkpoint="a.pth")
     with pytest.raises(ValueError, match="can't be used together"):
         task(dataclasses.replace(recipes["shapes"], backbone=given)).build_model()
+
+
+def write_set(task, root):
+    return str(write_coco(root) if task is Detection else folders(root, ((0, 1), (1, 0))))
+
+
+@pytest.mark.parametrize("task, usual", [(Detection, "1x"), (Segmentation, "ade20k")])
+def test_few_pictures_are_learned_with_a_recipe_of_their_own_and_a_line_says_so(
+    task, usual, tmp_path, caplog, monkeypatch
+):
+    given = ["--data-dir", write_set(task, tmp_path)]
+    with caplog.at_level("INFO"):
+        settings = resolve(given, task)
+    assert settings.recipe == "small" and settings.data.color_jitter and settings.data.scales[0] < 1
+    assert caplog.messages[0] == "`recipe` small, for fewer than 5,000 training pictures"
+    assert caplog.messages[1].startswith("`batch_size` 2 instead of 8, for")
+    assert settings.optim.batch_size == 2
+    caplog.clear()
+    assert resolve([*given, "--recipe", usual], task).recipe == usual and not caplog.messages
+    assert resolve([*given, "--batch-size", "3"], task).optim.batch_size == 3
+    monkeypatch.setattr("softfree.training.dense.FEW_PICTURES", 1)
+    assert task.usual_recipe({"data_dir": given[1]}) == usual
+
+
+@pytest.mark.parametrize("task, recipes", [(Detection, DETECTION), (Segmentation, SEGMENTATION)])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(color_jitter=2.0), "`color_jitter` must be from 0 to 1, got 2"),
+        (dict(scales=(2.0, 1.0)), "`scales` must be above 0 and in order, got 2 1"),
+    ],
+)
+def test_variations_that_no_picture_can_have_are_refused(task, recipes, given, message):
+    with pytest.raises(ValueError, match=message):
+        task(override(recipes["small"], {"data": given}))

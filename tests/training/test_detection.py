@@ -67,6 +67,16 @@ def test_without_a_recipe_the_data_decide():
     assert Detection.usual_recipe({}) == "shapes"
 
 
+def test_balanced_epochs_show_pictures_of_rare_classes_again(tmp_path):
+    data = shapes(count=40)
+    data.train.labels = lambda index: [2] if index == 7 else [1]
+    for balance, least, most in ((0.0, 1, 1), (0.4, 2, 4)):
+        task = Detection(override(tiny(tmp_path), {"data": dict(balance=balance)}), data)
+        order = task.order(40, 2, torch.Generator().manual_seed(0))
+        assert len(set(order.tolist())) == 40
+        assert least <= (order % 40 == 7).sum() <= most
+
+
 @pytest.mark.parametrize("detector", ["retinanet", "mask-rcnn"])
 def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path, detector):
     settings = tiny(tmp_path, detector)

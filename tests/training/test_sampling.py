@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from softfree.training.sampling import EvalSampler, StepSampler, seed_all
+from softfree.training.sampling import Augmented, EvalSampler, StepSampler, seed_all
 
 
 def batches(samples=23, batch=4, passes=1, rank=0, processes=1, seed=0, start=0, stop=10):
@@ -18,6 +18,20 @@ def test_an_epoch_has_each_sample_at_most_once_in_a_new_order():
     assert list(epochs) == [0, 1]
     assert all(len(set(seen)) == len(seen) == 20 for seen in epochs.values())
     assert epochs[0] != epochs[1]
+
+
+def test_an_item_that_is_shown_again_is_varied_anew():
+    class Noise:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            return index, torch.rand(()).item()
+
+    data = Augmented(Noise(), seed=0)
+    first, again = data[0, 3], data[0, 8]
+    assert first[0] == again[0] == 3 and first[1] != again[1]
+    assert data[0, 8] == again
 
 
 def test_a_later_start_gives_the_rest_of_the_same_batches():

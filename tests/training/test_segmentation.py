@@ -17,6 +17,7 @@ from softfree.training.segmentation import (
     RECIPES,
     Segmentation,
     SegmentationSettings,
+    _cross_entropy,
     evaluate_segmenter,
     predict_classes,
 )
@@ -121,6 +122,20 @@ def test_a_batch_without_a_single_class_gives_no_nan(tmp_path):
     )
     loss, _ = task.train_step(model, batch)
     assert loss.item() == 0
+
+
+def test_balanced_weights_count_in_the_loss_and_none_by_default(tmp_path):
+    task = Segmentation(tiny(tmp_path), shapes(4))
+    assert task.weights(torch.device("cpu")) is None
+    balanced = override(tiny(tmp_path), {"data": dict(class_weights="balanced")})
+    weights = Segmentation(balanced, shapes(4)).weights(torch.device("cpu"))
+    # Of the ground there is most.
+    assert weights.shape == (6,) and (weights[0] < weights[1:]).all()
+    logits, classes = torch.randn(2, 6, 8, 8), torch.randint(0, 6, (2, 8, 8))
+    classes[0, :2] = IGNORE
+    each = nn.functional.cross_entropy(logits, classes, ignore_index=IGNORE, reduction="none")
+    expected = (each * weights[classes.clamp(max=5)]).sum() / (classes != IGNORE).sum()
+    torch.testing.assert_close(_cross_entropy(logits, classes, weights), expected)
 
 
 class Reader(nn.Module):
