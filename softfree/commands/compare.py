@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         if is_trained(given):
             result = json.loads((given.run.output / TEST_RESULT).read_text())
             row.test_accuracy, row.best_step = result["accuracy"], result["step"]
-            row.steps = settings.optim.steps
+            row.steps = result.get("steps", settings.optim.steps)
         rows.append(row)
     with progress() as say:
         for row in rows:

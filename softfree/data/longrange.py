@@ -32,12 +32,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from softfree.data import listops, twins
 from softfree.data.classification import load_images
 from softfree.data.images import ImageFiles, MapData, UnreadableImageError, open_image
 from softfree.data.listops import PAD, Samples
+from softfree.models.checks import check_at_least
 
 logger = logging.getLogger(__name__)
 SIDE = 32
@@ -177,6 +178,15 @@ def load_longrange(
         "pathfinder": _load_pathfinder,
     }
     return reader[name](task, root)
+
+
+def some_samples(data: MapData, count: int) -> MapData:
+    """``count`` of the samples, drawn at random and always the same, in their order; 0, or as many as there are: all."""
+    check_at_least(0, eval_samples=count)
+    if not 0 < count < len(data):
+        return data
+    chosen = np.random.default_rng(SPLIT_SEED).permutation(len(data))[:count]
+    return Subset(data, np.sort(chosen).tolist())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

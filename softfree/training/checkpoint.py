@@ -46,7 +46,7 @@ OF_THE_RUN = ("data", "model", "backbone", "detector", "decoder")
 MAY_CHANGE = (
     "data_dir", "strict_data", "data_on_device", "check_data", "skip_bad_annotations", "short_sides",
     "short_side", "max_size", "crop", "scales", "color_jitter", "class_weights", "balance", "window",
-    "pretrained_checkpoint", "backbone_checkpoint", "pretrained",
+    "pretrained_checkpoint", "backbone_checkpoint", "pretrained", "eval_samples",
 )  # fmt: skip
 # Settings that the files name otherwise than the user does.
 TYPED_AS = {"attention_options": "model_kwargs"}

@@ -5,6 +5,7 @@ LongRange.load("OUTPUT/best")        -> model, metadata
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ from softfree.data.longrange import (
     SequenceBatch,
     find_task,
     load_longrange,
+    some_samples,
 )
 from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
@@ -56,6 +58,8 @@ class LongRangeDataSettings:
     """dev samples, and test samples, of listops, where it is made"""
     listops_seed: int = 0
     """of the samples of listops"""
+    eval_samples: int = 0
+    """evaluate on so many of the dev samples, drawn at random, always the same; 0: all. The test at the end has all"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +163,8 @@ class LongRange(Task):
         self.task = find_task(settings.data.task)
         self.model_kwargs = model_arguments(settings.model, self.task)
         self.data = load_data(settings.data) if data is None else data
-        self.train_data, self.eval_data = self.data.train, self.data.dev
+        self.train_data = self.data.train
+        self.eval_data = some_samples(self.data.dev, settings.data.eval_samples)
         self.pad = PadSequences(self.task.length)
 
     def finish(self, outcome: Outcome) -> str:
@@ -173,7 +178,8 @@ class LongRange(Task):
             workers=run.workers,
             amp_dtype=optim.amp_dtype,
         )
-        result = {**scores, "step": outcome.position.best_step}
+        position = outcome.position
+        result = {**scores, "step": position.best_step, "steps": position.step}
         path = run.output / TEST_RESULT
         write_durably(path, (json.dumps(result, indent=2) + "\n").encode())
         return f"test accuracy {scores['accuracy']:.2f}% at step {result['step']:,}, in {path}"
@@ -208,8 +214,9 @@ class LongRange(Task):
         }
 
 
+@functools.lru_cache(maxsize=1)
 def load_data(settings: LongRangeDataSettings) -> LongRangeData:
-    """The task's samples."""
+    """The task's samples; those asked for last are at hand, for a look at one after a training."""
     check_at_least(1, listops_train=settings.listops_train, listops_eval=settings.listops_eval)
     return load_longrange(
         settings.task,

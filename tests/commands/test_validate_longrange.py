@@ -69,6 +69,13 @@ def test_val_is_another_word_for_dev_and_training_samples_can_be_scored(output, 
     assert "listops train" in train and "8 samples" in train
 
 
+def test_a_part_of_the_samples_can_be_scored(output, capsys):
+    validate(output / "best", workers=0, eval_samples=3)
+    assert "3 samples" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="`eval_samples` must be at least 0, got -1"):
+        validate(output / "best", workers=0, eval_samples=-1)
+
+
 def test_a_folder_without_a_checkpoint_is_named(output, tmp_path):
     with pytest.raises(ValueError, match="did you mean"):
         validate(output)

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from softfree.data.listops import to_text
-from softfree.data.longrange import CIFAR10, TASKS, PadSequences, load_longrange
+from softfree.data.longrange import CIFAR10, TASKS, PadSequences, load_longrange, some_samples
 
 
 def text_of(tokens):
@@ -374,3 +374,13 @@ def test_pairs_go_through_a_loader_with_workers(tmp_path):
     assert batch.tokens.shape == batch.mask.shape == (2, 2, 4000)
     assert batch.mask.sum(-1).tolist() == [[9, 13], [15, 4000]]
     assert batch.labels.tolist() == [1, 0]
+
+
+def test_some_samples_are_drawn_once_and_the_same_every_time():
+    # In an order that repeats, evenly spaced samples would be all of one kind.
+    data = [(torch.tensor([1]), index % 10) for index in range(1000)]
+    some = some_samples(data, 100)
+    labels = [label for _, label in (some[i] for i in range(len(some)))]
+    assert len(set(some.indices)) == 100 and len(set(labels)) == 10
+    assert some_samples(data, 100).indices == some.indices
+    assert some_samples(data, 0) is data and some_samples(data, 2000) is data

@@ -150,6 +150,24 @@ def test_listops_needs_no_files(tmp_path, monkeypatch):
     assert list((tmp_path / "cache" / "softfree").glob("listops*.npz"))
 
 
+def test_the_data_of_a_training_are_read_once(tmp_path, caplog):
+    rows = "".join(f"( ( [MAX {i} ) 0 ] )\t{i}\n" for i in range(4))
+    for split in ("train", "val", "test"):
+        (tmp_path / f"basic_{split}.tsv").write_text(f"Source\tTarget\n{rows}")
+    options = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "out"), *QUICK]
+    options += ["--steps", "1", "--batch-size", "2", "--model-kwargs", "stride=2"]
+    with caplog.at_level("INFO"):
+        assert softfree_cli.main(["train", "longrange", *options]) == 0
+    assert caplog.text.count("LRA's own samples") == 1
+
+
+def test_a_part_of_the_dev_samples_is_evaluated_and_all_are_tested(reviews, tmp_path):
+    options = ["--eval-samples", "5", "--steps", "1", "--batch-size", "2"]
+    settings = parse(arguments(reviews, tmp_path / "out", *options))
+    assert LongRange.run(settings).scores["samples"] == 5
+    assert json.loads((tmp_path / "out" / "test.json").read_text())["samples"] == 32
+
+
 def test_pairs_train(tmp_path):
     rows = [f"{i % 2}.0\ta\tb\tone {i}\ttwo {i}" for i in range(8)]
     for split in ("train", "eval", "test"):

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from softfree.commands.validate.base import Scores, Validation
+from softfree.data.longrange import some_samples
 from softfree.training.checkpoint import SETTINGS, check_task, locate, read_metadata
 from softfree.training.distributed import Processes
 from softfree.training.longrange import (
@@ -23,6 +24,8 @@ class ValidateLongRange(Validation):
     """the task's files; otherwise what the checkpoint was trained on"""
     split: Literal["train", "dev", "val", "test"] = "test"  # type: ignore[assignment]
     """train, dev (or val, which is the same) or test"""
+    eval_samples: int = 0
+    """score so many samples, drawn at random, always the same; 0: all"""
     batch_size: int = 32
     """samples at a time"""
     workers: int = 2
@@ -35,7 +38,7 @@ class ValidateLongRange(Validation):
         if self.data_dir is not None:
             settings = dataclasses.replace(settings, data_dir=self.data_dir)
         split = "dev" if self.split == "val" else self.split
-        samples = getattr(load_data(settings), split)
+        samples = some_samples(getattr(load_data(settings), split), self.eval_samples)
         scores = score_checkpoint(folder, samples, processes, **self.reading)
         line = (
             f"{settings.task} {self.split}: accuracy {scores['accuracy']:.2f}%, "
