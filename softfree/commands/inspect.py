@@ -174,7 +174,8 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
         console.print(f"[yellow]warning[/] {layer}: {text}", soft_wrap=not console.is_terminal)
     if any(row["judgement"] == "dead" for row in rows):
         console.print(
-            "Training with landmark_gain=0.25 or landmarks=average starts landmarks among the tokens."
+            "Convolution landmarks start far from all tokens; softfree_* (and --attention\n"
+            "softfree) takes means of normed queries instead and attends from the start."
         )
     if not warned:
         console.print(

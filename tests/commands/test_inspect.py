@@ -8,7 +8,7 @@ from torch import nn
 
 import softfree_cli
 from softfree.analysis.capture import capture_attention
-from softfree.commands.inspect import describe
+from softfree.commands.inspect import describe, print_report
 from softfree.commands.settings import resolve
 from softfree.training.longrange import LongRange
 
@@ -69,7 +69,7 @@ def test_layers_that_attend_to_everything_alike_are_found():
     assert max(row["contrast"] for row in rows) < 0.05
 
 
-def test_a_layer_with_landmarks_far_from_all_tokens_is_found():
+def test_a_layer_with_landmarks_far_from_all_tokens_is_found_and_our_own_family_advised(capsys):
     model = small(landmark_gain=0.5)
     nn.init.constant_(model.stages[1].blocks[0].attn.sampler.norm.weight, 9)
     rows = examine(model, torch.randn(3, 64, 64))
@@ -77,6 +77,11 @@ def test_a_layer_with_landmarks_far_from_all_tokens_is_found():
     assert list(warned) == ["stages.1.blocks.0.attn"]
     assert "attends to next to nothing" in warned["stages.1.blocks.0.attn"][0]
     assert rows[1]["total_weight"] < 1e-2 < rows[0]["total_weight"]
+    print_report(rows, "a model")
+    assert "softfree_* (and --attention\nsoftfree)" in capsys.readouterr().out
+    image = torch.randn(3, 64, 64)
+    own = timm.create_model("softfree_tiny", img_size=64, **SHAPE)
+    assert not any(row["judgement"] == "dead" for row in examine(own, image))
 
 
 def test_the_command_reports_a_checkpoint(tmp_path, capsys):
