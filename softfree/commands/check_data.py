@@ -43,9 +43,9 @@ def check_data(
     """Run the checks that training begins with, decode every picture, and say what was found.
 
     Args:
-        task: classification (class folders), detection (COCO json) or segmentation (class maps).
+        task: classification (class folders), detection (COCO, Roboflow, VOC, YOLO) or segmentation (class maps).
         data_dir: folder to check; otherwise the embedded digits or shapes.
-        masks: detection: also check masks, which Mask R-CNN needs.
+        masks: detection: also check masks, where there are any.
         skip_bad_annotations: detection: leave out annotations that can't be used.
         ignore_label: segmentation: value in masks/ that stands for no class.
         decode: also decode every picture, to find damaged ones; training does not before it starts.
@@ -56,7 +56,8 @@ def check_data(
     if task == "classification":
         return check_classes(data_dir, decode, workers)
     if task == "detection":
-        data = load_detection(data_dir, masks=masks, skip_bad=skip_bad_annotations)
+        checked = None if masks else False
+        data = load_detection(data_dir, masks=checked, skip_bad=skip_bad_annotations)
     else:
         data = load_segmentation(data_dir, ignore_label=ignore_label)
     splits, names = {"train": data.train, "val": data.val}, data.class_names
@@ -64,6 +65,8 @@ def check_data(
         what = " with class maps"
         if task == "detection":
             what = f", {len(part.annotations['annotations']):,} objects"
+            if masks and not part.masks:
+                what += ", boxes alone: for RetinaNet, not for Mask R-CNN"
             # Checked by now; to draw them would take longer than the pictures.
             part.masks = False
         print(f"{split}: {len(part):,} pictures{what}")

@@ -69,24 +69,29 @@ def read_annotations(path: Path) -> Annotations:
         raise ValueError(f"{path} is no readable json: it is nested too deeply") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is no readable json: {error}") from error
+    return check_fields(content, str(path))
+
+
+def check_fields(content: Any, source: str) -> Annotations:
+    """What :func:`read_annotations` promises, for content from elsewhere; ``source`` is named in messages."""
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no COCO file: it must be a mapping, got {content!a:.60}")
+        raise ValueError(f"{source} is no COCO file: it must be a mapping, got {content!a:.60}")
     lacking = [key for key in FIELDS if key not in content]
     if lacking:
-        raise ValueError(f"{path} is no COCO file: it has no {', '.join(map(repr, lacking))}")
+        raise ValueError(f"{source} is no COCO file: it has no {', '.join(map(repr, lacking))}")
     for section, fields in FIELDS.items():
         if not isinstance(content[section], list):
-            raise ValueError(f"{path} is no COCO file: {section!r} is no list")
+            raise ValueError(f"{source} is no COCO file: {section!r} is no list")
         for number, entry in enumerate(content[section], 1):
             absent = [f for f in fields if not isinstance(entry, dict) or f not in entry]
             if absent:
                 raise ValueError(
-                    f"{path}: entry {number} of {section!r} has no {', '.join(map(repr, absent))}"
+                    f"{source}: entry {number} of {section!r} has no {', '.join(map(repr, absent))}"
                 )
     for section, check in (("images", _bad_image), ("categories", _bad_category)):
         for number, entry in enumerate(content[section], 1):
             if fault := check(entry):
-                raise ValueError(f"{path}: entry {number} of {section!r} {fault}")
+                raise ValueError(f"{source}: entry {number} of {section!r} {fault}")
     for annotation in content["annotations"]:
         annotation.setdefault("iscrowd", 0)
         # Without a usable box the annotation is refused later.
@@ -146,12 +151,12 @@ def check_annotations(
     if masks and listed and not any(annotation.get("segmentation") for annotation in listed):
         raise ValueError(
             f"{source} has boxes alone, none of its {len(listed):,} annotations has a mask, which only Mask R-CNN "
-            "needs: train with `detector` retinanet, check with `no_masks`"
+            "needs: train with `detector` retinanet"
         )
     bad, kept = [], []
     for annotation in listed:
         if fault := _fault(annotation, images, categories, masks):
-            bad.append(f"annotation {annotation.get('id', '?')!a:.30}: {fault}")
+            bad.append(f"annotation {annotation.get('id', '?')!a:.90}: {fault}")
         else:
             kept.append(annotation)
     if bad:

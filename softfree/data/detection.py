@@ -1,4 +1,4 @@
-"""Pictures with boxes, labels and masks: COCO json files, or the embedded shapes."""
+"""Pictures with boxes, labels and masks: COCO json files, other layouts read as such, or the embedded shapes."""
 
 import collections
 import functools
@@ -21,7 +21,6 @@ from softfree.data.coco import (
     Annotations,
     check_annotations,
     decode_mask,
-    read_annotations,
     shape_annotations,
 )
 from softfree.data.images import (
@@ -33,21 +32,11 @@ from softfree.data.images import (
     open_image,
     part_readable,
     photometric,
-    printable,
     some,
 )
+from softfree.data.layouts import LAYOUTS, announce, read_layout
 from softfree.data.shapes import SHAPES, SIDE, SPLITS, draw_shapes
 
-ANNOTATION_FILES = (
-    "annotations/instances_{split}2017.json",
-    "annotations/instances_{split}.json",
-    "annotations/instances_{split}2014.json",
-    "annotations/{split}.json",
-)
-IMAGE_FOLDERS = (
-    "{split}2017", "{split}", "{split}2014", "images/{split}2017", "images/{split}", "images",
-    "JPEGImages", ".",
-)  # fmt: skip
 # ImageNet's: what a detector makes 0, as the padding of its batches.
 MEAN_COLOUR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
 Target = dict[str, Any]
@@ -118,6 +107,7 @@ class CocoDetection(ImageDataset):
         read: gives the picture of an entry in ``annotations["images"]``.
         masks: decode masks, too.
         transform: applied to (image, target), with torchvision's tv_tensors in them.
+        layout: of the folder that they were found in, for messages.
     """
 
     def __init__(
@@ -127,8 +117,10 @@ class CocoDetection(ImageDataset):
         *,
         masks: bool = False,
         transform: Callable[..., tuple[Tensor, Target]] | None = None,
+        layout: str = "",
     ):
         super().__init__()
+        self.layout = layout
         self.annotations = annotations
         self.open = read
         self.masks = masks
@@ -217,6 +209,7 @@ def load_detection(data_dir: str | None, **options: Any) -> DetectionData:
             f"`data_dir` {data_dir}: the categories of train and val differ; only in train: "
             f"{only_train or 'none'}; only in val: {only_val or 'none'}"
         )
+    announce(train.layout, (len(train), len(val)), len(in_train))
     return DetectionData(train, val)
 
 
@@ -224,7 +217,7 @@ def load_split(
     data_dir: str | None,
     split: str,
     *,
-    masks: bool = False,
+    masks: bool | None = False,
     skip_bad: bool = False,
     shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
@@ -232,10 +225,8 @@ def load_split(
     """The pictures of a split, "train", "val" or "test", checked: annotations, and that every file is there.
 
     Args:
-        data_dir: a folder with annotations/instances_train2017.json and instances_val2017.json (or
-            instances_train.json, ...) and the pictures in train2017/ and val2017/ (or train/, images/,
-            JPEGImages/, ...); None: the embedded shapes.
-        masks: read masks, too.
+        data_dir: a folder in one of the layouts of :mod:`softfree.data.layouts`; None: the embedded shapes.
+        masks: read masks, too; None: where objects have any.
         skip_bad: leave out annotations that can't be used, instead of an error.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
@@ -243,28 +234,19 @@ def load_split(
         check_embedded(split, "shapes")
         annotations = shape_annotations(shapes[SPLITS.index(split)], split=split, side=side)
         read = functools.partial(_draw_shapes, split, side)
-        return CocoDetection(annotations, read, masks=masks)
+        return CocoDetection(annotations, read, masks=masks is not False)
     root = Path(data_dir)
     if not root.is_dir():
         raise FileNotFoundError(f"`data_dir` {root} is no folder")
-    candidates = [root / name.format(split=split) for name in ANNOTATION_FILES]
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if path is None:
+    found = read_layout(root, split)
+    if found is None:
         raise FileNotFoundError(
-            f"`data_dir` {root} has no annotations of {split}: none of "
-            f"{', '.join(str(c.relative_to(root)) for c in candidates)}"
+            f"`data_dir` {root} has none of the layouts that are known:\n{LAYOUTS}"
         )
-    annotations = check_annotations(
-        read_annotations(path), str(path), masks=masks, skip_bad=skip_bad
-    )
-    first = annotations["images"][0]["file_name"]
-    folders = [root / name.format(split=split) for name in IMAGE_FOLDERS]
-    folder = next((folder for folder in folders if os.path.isfile(folder / first)), None)
-    if folder is None:
-        raise FileNotFoundError(
-            f"{printable(first)}, the first image of {path}, is in none of the folders "
-            f"{', '.join(name.format(split=split) for name in IMAGE_FOLDERS)} of {root}"
-        )
+    layout, source, annotations, folder = found
+    if masks is None:
+        masks = any(annotation.get("segmentation") for annotation in annotations["annotations"])
+    annotations = check_annotations(annotations, source, masks=masks, skip_bad=skip_bad)
     missing = [
         image["file_name"]
         for image in annotations["images"]
@@ -272,9 +254,10 @@ def load_split(
     ]
     if missing:
         raise FileNotFoundError(
-            f"{len(missing):,} images of {path} are not in {folder}: {some(missing)}"
+            f"{len(missing):,} images of {source} are not in {folder}: {some(missing)}"
         )
-    return CocoDetection(annotations, functools.partial(_read_file, folder), masks=masks)
+    read = functools.partial(_read_file, folder)
+    return CocoDetection(annotations, read, masks=masks, layout=layout)
 
 
 def train_transform(

@@ -61,8 +61,8 @@ class DetectionDataSettings:
     """What the run reads, and how pictures are resized, cut and varied."""
 
     data_dir: str | None = None
-    """folder with annotations/instances_train2017.json, ..., train2017/ and val2017/ (COCO), or
-    annotations/instances_train.json, ... and images/; none: the embedded shapes"""
+    """folder in the layout of COCO (annotations/instances_train2017.json, ...), Roboflow, PASCAL VOC or YOLO
+    (data.yaml); none: the embedded shapes"""
     skip_bad_annotations: bool = False
     """leave out annotations that can't be used, such as boxes without area, instead of an error"""
     short_sides: tuple[int, ...] = (800,)

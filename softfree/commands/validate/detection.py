@@ -5,6 +5,7 @@ import dataclasses
 from softfree.commands.common import make_table
 from softfree.commands.validate.base import Scores, Validation, check_classes
 from softfree.data.detection import collate_detection, load_split
+from softfree.data.layouts import announce
 from softfree.training.checkpoint import data_settings
 from softfree.training.coco_metrics import FIGURES
 from softfree.training.detection import (
@@ -22,7 +23,7 @@ class ValidateDetection(Validation):
     """COCO's average precision on the validation pictures: boxes, and masks for Mask R-CNN."""
 
     data_dir: str | None = None
-    """folder with annotations/ and pictures; otherwise what the checkpoint was trained on"""
+    """folder in the layout of COCO, Roboflow, VOC or YOLO; otherwise what the checkpoint was trained on"""
     skip_bad_annotations: bool = False
     """leave out annotations that can't be used, instead of an error"""
     batch_size: int = 8
@@ -38,6 +39,7 @@ class ValidateDetection(Validation):
             masks=masks,
             skip_bad=self.skip_bad_annotations or trained_on.skip_bad_annotations,
         )
+        announce(data.layout, [len(data)], len(data.class_names))
         check_classes(self.checkpoint, metadata["class_names"], data.class_names)
         arguments = metadata["arguments"]
         pictures = for_evaluation(data, arguments["min_size"], arguments["max_size"])
