@@ -110,6 +110,6 @@ def as_for_ampere() -> dict[str, str]:
 
 def on(device: torch.device) -> AbstractContextManager:
     """Launches inside go to this GPU, whichever is the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return HERE
     return torch.cuda.device(device)

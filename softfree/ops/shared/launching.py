@@ -3,12 +3,15 @@
 ``kernel[grid](...)`` looks at every argument of every launch to find out which compiled kernel it needs. Here that is
 done once: a :class:`Launch` has everything but the tensors, and asks Triton again only where these have other dtypes,
 another GPU, or lie at a multiple of 16 bytes where they did not, all that Triton looks at. :func:`launch` finds the
-:class:`Launch` of equal arguments, for callers that do not keep it.
+:class:`Launch` of equal arguments, for callers that do not keep it. A :class:`Chain` is several launches in a row, whose
+arguments are parts of a few tensors: no tensor is made of a part, and what Triton looks at is looked at once.
 
 What this relies on inside Triton is known for version 3.6. Other versions, the interpreter, and launches that someone's
 hooks want to see go the ordinary way.
 """
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,50 +24,40 @@ KNOWN_VERSION = triton.__version__.startswith("3.6.")
 MOST = 4096  # launches remembered, so that sizes that never come back don't fill the memory
 ALIGNMENT = 16
 
+_address = Tensor.data_ptr
+_dtype = operator.attrgetter("dtype")
+
 
 class Compiled(NamedTuple):
-    """A kernel as Triton compiled it: its launcher, and what that wants to know of it."""
+    """A kernel as Triton compiled it: its launcher, and what that is given before and after the stream."""
 
     run: Callable[..., None]
-    function: int
-    metadata: Any
+    grid: tuple[int, int, int]
+    settings: tuple
 
 
 class Launch:
-    """``kernel[grid](*tensors, *values, **options)``, on the current GPU, as a function of the tensors."""
+    """``kernel[grid](*tensors, *values, **options)``, on the GPU of the tensors, which is the current one."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], values: Sequence, **options: Any):
         self.kernel, self.grid, self.values, self.options = kernel, grid, values, options
         self.compiled: dict[tuple, Compiled] = {}
-        self.three_axes = (*grid, 1, 1)[:3]
         self.rest: tuple = ()
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> Compiled | None:
+        """Returns what was launched, where that is known."""
         gpu = _gpu(tensors[0])
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        key = (
-            gpu,
-            *[tensor.dtype for tensor in tensors],
-            *[address % ALIGNMENT == 0 for address in addresses],
-        )
+        addresses = [*map(_address, tensors)]
+        key = (gpu, _alignment(addresses), *map(_dtype, tensors))
         compiled = self.compiled.get(key)
         if compiled is None or self.kernel.pre_run_hooks or _hooked():
             launched = self.kernel[self.grid](*tensors, *self.values, **self.options)
             if gpu is not None and KNOWN_VERSION and isinstance(launched, CompiledKernel):
                 self._remember(key, launched, len(tensors))
-            return
-        run, function, metadata = compiled
-        run(
-            *self.three_axes,
-            _stream(gpu),
-            function,
-            metadata,
-            None,
-            None,
-            None,
-            *addresses,
-            *self.rest,
-        )
+            return self.compiled.get(key)
+        run, grid, settings = compiled
+        run(*grid, _stream(gpu), *settings, *addresses, *self.rest)
+        return compiled
 
     def _remember(self, key: tuple, launched: CompiledKernel, tensors: int) -> None:
         """Keep what Triton launched, if arguments of compile time are the last, as its launcher takes them."""
@@ -73,7 +66,83 @@ class Launch:
         count = len(at_compile_time) - given
         if at_compile_time == [False] * given + [True] * count:
             self.rest = (*self.values, *(None,) * count)  # which are there, and not read
-            self.compiled[key] = Compiled(launched.run, launched.function, launched.packed_metadata)
+            grid: Any = (*self.grid, 1, 1)[:3]
+            run, before = _launcher(launched.run)
+            settings = (launched.function, *before, launched.packed_metadata, None, None, None)
+            self.compiled[key] = Compiled(run, grid, settings)
+
+
+class Part(NamedTuple):
+    """An argument of a launch in a :class:`Chain`.
+
+    tensor: which of the chain's tensors it lies in.
+    offset: where it begins, in bytes.
+    dtype: of a part of a :class:`Room`; None: the tensor's.
+    """
+
+    tensor: int
+    offset: int = 0
+    dtype: torch.dtype | None = None
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The part as a tensor from its first element on."""
+        whole = tensors[self.tensor]
+        if self.dtype is not None:
+            return whole[self.offset // whole.itemsize :].view(self.dtype)
+        if self.offset == 0:
+            return whole
+        first = whole.storage_offset() + self.offset // whole.itemsize
+        return whole.as_strided((1,), (1,), first)
+
+
+class Room:
+    """What a chain needs beside its results, as parts of one tensor of float32, its number ``tensor``."""
+
+    def __init__(self, tensor: int):
+        self.tensor, self.bytes = tensor, 0
+
+    def part(self, sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> Part:
+        part = Part(self.tensor, self.bytes, dtype)
+        self.bytes += -(-math.prod(sizes) * dtype.itemsize // 256) * 256
+        return part
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.bytes // 4, dtype=torch.float32, device=device)
+
+
+Step = tuple[Launch, Sequence[Part]]
+
+
+class Chain:
+    """Launches one after the other, each with its arguments as parts of the tensors that the chain is called with."""
+
+    def __init__(self, steps: Sequence[Step]):
+        self.steps = steps
+        self.kernels = {id(run.kernel): run.kernel for run, _ in steps}.values()
+        self.compiled: dict[tuple, list[tuple]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        gpu = _gpu(tensors[0])
+        addresses = [*map(_address, tensors)]
+        key = (gpu, _alignment(addresses), *map(_dtype, tensors))
+        compiled = self.compiled.get(key)
+        if compiled is None or _hooked() or any(kernel.pre_run_hooks for kernel in self.kernels):
+            self._one_by_one(key, tensors)
+            return
+        stream = _stream(gpu)
+        for run, grid, settings, places, rest in compiled:
+            parts = [addresses[number] + offset for number, offset in places]
+            run(*grid, stream, *settings, *parts, *rest)
+
+    def _one_by_one(self, key: tuple, tensors: Sequence[Tensor]) -> None:
+        compiled = []
+        for run, parts in self.steps:
+            found = run(*(part.of(tensors) for part in parts))
+            if found is not None:
+                places = [(part.tensor, part.offset) for part in parts]
+                compiled.append((*found, places, run.rest))
+        if len(compiled) == len(self.steps):
+            self.compiled[key] = compiled
 
 
 _launches: dict[tuple, Launch] = {}
@@ -82,7 +151,7 @@ _launches: dict[tuple, Launch] = {}
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], values: Sequence, **options: Any
 ) -> None:
-    """As ``kernel[grid](*tensors, *values, **options)``, on the current GPU."""
+    """As ``kernel[grid](*tensors, *values, **options)``, on the GPU of the tensors."""
     # With the values' types: 1, 1.0 and True are equal. A kernel's own hash is that of its source.
     key = (id(kernel), grid, *values, *map(type, values), *options.items())
     known = _launches.get(key)
@@ -93,8 +162,23 @@ def launch(
     known(*tensors)
 
 
+def _alignment(addresses: Sequence[int]) -> bool | tuple[int, ...]:
+    """True for addresses that are all multiples of 16 bytes, else by how much each is none."""
+    together = 0
+    for address in addresses:
+        together |= address
+    return together % ALIGNMENT == 0 or (*[address % ALIGNMENT for address in addresses],)
+
+
+def _launcher(run: Any) -> tuple[Callable[..., None], tuple]:
+    """What launches, of Triton's launcher, and what that passes on after the kernel: past its request for memory."""
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return run, ()
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+
+
 def _gpu(tensor: Tensor) -> int | None:
-    return torch.cuda.current_device() if tensor.is_cuda else None
+    return tensor.get_device() if tensor.is_cuda else None
 
 
 def _stream(gpu: Any) -> int:

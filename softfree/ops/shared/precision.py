@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 NOTHING = contextlib.nullcontext()
+IEEE = ("none", "ieee")
 AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -67,7 +68,8 @@ class _FullPrecision:
         if device.type != "cuda":
             return NOTHING
         with self.lock:
-            if self.inside == 0 and torch.backends.cuda.matmul.fp32_precision in ("none", "ieee"):
+            # As torch.backends.cuda.matmul.fp32_precision, in a third of its time.
+            if self.inside == 0 and torch._C._get_fp32_precision_getter("cuda", "matmul") in IEEE:
                 return NOTHING
         return self._changed()
 

@@ -9,7 +9,9 @@ A schema of PyTorch has no records. Functions registered here may take named tup
 their fields, :func:`flatten` makes such arguments, and each function gets its records back.
 """
 
+import contextlib
 import inspect
+import operator as operator_module
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, get_type_hints
 
@@ -22,8 +24,10 @@ from softfree.ops.shared import devices
 from softfree.ops.shared.precision import full_precision, without_autocast
 
 LIBRARY = torch.library.Library("softfree", "FRAGMENT")
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = {Tensor, torch.nn.Parameter}
 LEFT_OUT: Any = None  # in the place of an output
+
+_is_meta = operator_module.attrgetter("is_meta")
 
 
 def flatten(*inputs: Any) -> list[Any]:
@@ -70,6 +74,7 @@ def register(
     result = kinds.pop("return")
     forms = [_form(kind) for kind in kinds.values()]
     leading = sum(map(_is_tensors, kinds.values()))
+    records = any(form is not None for form in forms[:leading])
 
     def with_records(flat: Sequence) -> tuple:
         values = iter(flat)
@@ -78,7 +83,10 @@ def register(
     def alone(*inputs: Any) -> Any:
         first = inputs[0]
         device = (first if isinstance(first, Tensor) else first[0]).device
-        with without_autocast(device), full_precision(device), devices.on(device):
+        plain, exact, here = without_autocast(device), full_precision(device), devices.on(device)
+        if type(plain) is type(exact) is type(here) is contextlib.nullcontext:
+            return compute(*inputs)
+        with plain, exact, here:
             return compute(*inputs)
 
     def registered(*flat: Any) -> Any:
@@ -181,10 +189,11 @@ def register(
             return operator(*flatten(*inputs))
         if _C._are_functorch_transforms_active():
             return Transformable.apply(*flatten(*inputs))
-        tensors = flatten(*inputs[:leading])
+        tensors = flatten(*inputs[:leading]) if records else inputs[:leading]
         if _observed(tensors):
             return operator(*flatten(*inputs))
-        _refuse_tangents(name, tensors)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, tensors)
         if torch.is_grad_enabled() and _C._any_requires_grad(*tensors):
             return differentiable(alone, inputs, *tensors)
         return alone(*inputs)
@@ -201,11 +210,12 @@ def _observed(tensors: Sequence[Tensor | None]) -> bool:
         or torch.autograd._profiler_enabled()
     ):
         return True
-    wrapped = _C._functorch.is_functorch_wrapped_tensor  # also what a transform has left behind
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta or wrapped(tensor)):
-            return True
-    return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    return (
+        not PLAIN.issuperset(map(type, given))
+        or any(map(_is_meta, given))
+        or any(map(_C._functorch.is_functorch_wrapped_tensor, given))  # left behind by a transform
+    )
 
 
 def _refuse_tangents(name: str, inputs: Sequence[Any]) -> None:

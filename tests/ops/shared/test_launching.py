@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need the package triton")
 
 from softfree.ops.shared import launching
-from softfree.ops.shared.launching import launch
+from softfree.ops.shared.launching import Chain, Launch, Part, Room, launch
 
 
 class StubCompiled:
@@ -178,3 +178,79 @@ def test_threads_launch_what_they_asked_for(kernel, tensors, monkeypatch):
         sizes = {(launched[0], launched[-3]) for launched in compiled.launches}
         wrong += [pair for pair in sizes if pair[0] != pair[1]] + list(sizes)[1:]
     assert not wrong
+
+
+def chain_of(kernels):
+    """Each launched with the second tensor from its byte 16 on, and with float16 of the room after 300 bytes."""
+    room = Room(2)
+    room.part((75,))
+    arguments = Part(1, 16), room.part((8,), torch.float16)
+    return Chain(
+        [(Launch(kernel, (5,), (3, 0.5), BLOCK=16), arguments) for kernel in kernels]
+    ), room
+
+
+def test_a_chain_launches_parts_of_its_tensors_as_single_launches_do(tensors):
+    kernels = StubKernel(4, 1), StubKernel(4, 1)
+    chain, room = chain_of(kernels)
+    scratch = room.empty(torch.device("cpu"))
+    for _ in range(3):
+        chain(*tensors, scratch)
+    addresses = (
+        tensors[1].data_ptr() + 16,
+        scratch.data_ptr() + 512,
+    )  # parts lie at multiples of 256
+    for kernel in kernels:
+        (compiled,) = kernel.compiled
+        expected = (5, 1, 1, 7, 0, ("metadata", 0), None, None, None, *addresses, 3, 0.5, None)
+        assert compiled.launches == [expected] * 2
+    assert room.bytes == scratch.numel() * 4 == 768
+
+
+def test_a_part_of_a_room_has_the_dtype_it_was_asked_for_and_its_own_memory():
+    room = Room(0)
+    first, second = room.part((3, 5)), room.part((4,), torch.float16)
+    scratch = (room.empty(torch.device("cpu")),)
+    first.of(scratch)[:15].fill_(1)
+    halves = second.of(scratch)
+    halves[:4].fill_(2)
+    assert halves.dtype == torch.float16
+    assert (first.of(scratch)[:15] == 1).all() and (halves[:4] == 2).all()
+
+
+@pytest.mark.parametrize("change", ["dtype", "alignment", "gpu", "hook", "kernel's hook"])
+def test_a_chain_asks_triton_again_where_a_launch_would(tensors, a_gpu, change, monkeypatch):
+    kernels = StubKernel(4, 1), StubKernel(4, 1)
+    chain, room = chain_of(kernels)
+    tensors = (*tensors, room.empty(torch.device("cpu")))
+    chain(*tensors)
+    if change == "dtype":
+        tensors = (tensors[0], torch.zeros(16).half(), tensors[2])
+    elif change == "alignment":
+        tensors = (tensors[0], tensors[1][1:], tensors[2])
+    elif change == "gpu":
+        a_gpu.gpu = 1
+    elif change == "hook":
+        runtime = launching.triton.knobs.runtime
+        monkeypatch.setattr(runtime, "launch_enter_hook", lambda metadata: None)
+    else:
+        kernels[1].pre_run_hooks.append(lambda *_: None)
+    chain(*tensors)
+    assert len(kernels[1].compiled) == 2 and not kernels[1].compiled[0].launches
+
+
+def test_a_launcher_that_needs_no_memory_is_called_past_its_request_for_it(kernel, tensors):
+    launches = []
+    compiled = StubCompiled(0)
+    compiled.run = SimpleNamespace(
+        launch=lambda *arguments: launches.append(arguments), launch_cooperative_grid=False,
+        launch_pdl=True, global_scratch_size=0, profile_scratch_size=0,
+    )  # fmt: skip
+    kernel.__class__ = type(
+        "One", (StubKernel,), {"__getitem__": lambda *_: lambda *_, **__: compiled}
+    )
+    for _ in range(2):
+        launch(kernel, (5,), tensors, (3, 0.5), BLOCK=16)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    after = (("metadata", 0), None, None, None, *addresses, 3, 0.5, None)
+    assert launches == [(5, 1, 1, 7, 0, False, True, None, None, *after)]

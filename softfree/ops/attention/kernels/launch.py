@@ -9,6 +9,7 @@ their own) and spread_backward for dL alone.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSe
 from softfree.ops.attention.solve import inverse_factor
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
-from softfree.ops.shared.launching import Launch, launch
+from softfree.ops.shared.launching import Chain, Launch, Part, Room, Step, launch
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
 
 # Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
@@ -383,6 +384,34 @@ class _Call:
         return Launch(spread_kernel, (shape.rows * count,), values, **options)
 
     @functools.cached_property
+    def forward_chain(self) -> tuple[Chain, Room]:
+        """Of q, keys, v, landmarks, masks of keys and landmarks, x, inverse, u, and of the room it needs."""
+        *tokens, x, inverse, u = map(Part, range(9))
+        room = Room(9)
+        return Chain(self.forward_steps(tokens, x, inverse, u, room)), room
+
+    def forward_steps(
+        self, tokens: Sequence[Part], x: Part, inverse: Part, u: Part, room: Room
+    ) -> list[Step]:
+        """The forward pass where one program does the m x m part."""
+        if self.one_launch:
+            return [(self.short_forward, (*tokens, x, inverse))]
+        q, keys, v, landmarks, key_mask, landmark_mask = tokens
+        parts, w = room.part(self.key_parts), room.part(self.small)
+        sources = keys, v, v, landmarks, key_mask, landmark_mask, parts, parts
+        steps: list[Step] = []
+        if self.newton:
+            side = self.shape.block_m
+            scratch = room.part((self.shape.rows, 3, side, side)) if self.panel else w
+            steps += [(self.collect_values, sources)]
+            steps += [(self.mix, (landmarks, landmark_mask, parts, inverse, u, w, scratch))]
+        else:
+            collect = self.collect_values_beside if self.overlap else self.collect_values
+            steps += [(self.factor, (landmarks, landmark_mask, inverse)), (collect, sources)]
+            steps += [(self.solve, (parts, inverse, u, w))]
+        return [*steps, (self.spread, (q, landmarks, landmark_mask, w, x))]
+
+    @functools.cached_property
     def short_backward(self) -> Launch:
         values = (*self.backward_sizes, *self.backward_strides, self.scale, self.log2_scale)
         options = self.short("short_backward") | dict(CROSS=self.cross)
@@ -501,33 +530,22 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
     inverse, u = _float32(q, call.inverse), _float32(q, call.sums)
     if call.shape.rows == 0:
         return x, inverse, u
-    if call.one_launch:
-        call.short_forward(q, keys, v, landmarks, key_mask, landmark_mask, x, inverse)
+    if call.shape.fused:
+        chain, room = call.forward_chain
+        scratch = room.empty(q.device) if room.bytes else x
+        chain(q, keys, v, landmarks, key_mask, landmark_mask, x, inverse, u, scratch)
         return x, inverse, u
     parts = _float32(q, call.key_parts)
-    collect = call.collect_values
-    if call.shape.fused and not call.newton:
-        call.factor(landmarks, landmark_mask, inverse)
-        collect = call.collect_values_beside if call.overlap else collect
-    collect(keys, v, v, landmarks, key_mask, landmark_mask, parts, parts)
-    if not call.shape.fused:
-        sums = _sum(parts, call.shape)
-        u = sums if call.keeps_sums else u
-        a = _landmark_matrix(call, landmarks, landmark_mask)
-        inverse = (
-            _newton_inverse(a, settings.inverse)
-            if call.newton
-            else inverse_factor(a, settings.inverse.ridge)
-        )
-        w = torch_mixing.mix(sums, a, inverse, settings)
-    else:
-        w = _float32(q, call.small)
-        if call.newton:
-            side = call.shape.block_m
-            scratch = _float32(q, (call.shape.rows, 3, side, side)) if call.panel else w
-            call.mix(landmarks, landmark_mask, parts, inverse, u, w, scratch)
-        else:
-            call.solve(parts, inverse, u, w)
+    call.collect_values(keys, v, v, landmarks, key_mask, landmark_mask, parts, parts)
+    sums = _sum(parts, call.shape)
+    u = sums if call.keeps_sums else u
+    a = _landmark_matrix(call, landmarks, landmark_mask)
+    inverse = (
+        _newton_inverse(a, settings.inverse)
+        if call.newton
+        else inverse_factor(a, settings.inverse.ridge)
+    )
+    w = torch_mixing.mix(sums, a, inverse, settings)
     call.spread(q, landmarks, landmark_mask, w, x)
     return x, inverse, u
 
