@@ -25,6 +25,7 @@ from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.plots import save_figure
 from softfree.analysis.subject import Subject, load_subject
 from softfree.commands.parser import HELP, parse, print_subcommands
+from softfree.data.files import replace_durably
 from softfree.models.checks import SMALLEST_IMAGE, check_at_least
 from softfree.training.checkpoint import read_metadata
 from softfree.training.devices import choose_device
@@ -323,6 +324,12 @@ def save_rows(
     if path is not None:
         write_csv(path, rows, measured_in)
         print(f"figures written to {path}")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file of JSON, as a whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_durably(path, to_json(content).encode())
 
 
 def command(

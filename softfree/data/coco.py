@@ -223,6 +223,23 @@ def _plain(code: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def result_entry(
+    image_id: int,
+    category_id: int,
+    bbox: list[float],
+    score: float,
+    segmentation: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A detection as COCO's results have it; ``bbox`` is x, y, width, height, ``segmentation`` a run-length code.
+
+    Example:
+        >>> result_entry(139, 3, [10.0, 20.0, 5.0, 8.0], 0.75)
+        {'image_id': 139, 'category_id': 3, 'bbox': [10.0, 20.0, 5.0, 8.0], 'score': 0.75}
+    """
+    entry = dict(image_id=image_id, category_id=category_id, bbox=bbox, score=score)
+    return entry if segmentation is None else {**entry, "segmentation": segmentation}
+
+
 def shape_annotations(count: int, *, split: str, side: int = SIDE) -> Annotations:
     """The first ``count`` pictures of the embedded shapes; image i has the id i: ``draw_shapes(i)``."""
     images: list[dict[str, Any]] = []

@@ -193,6 +193,11 @@ def _texts(value: Any) -> str | None:
     return None if fine and value else "a list of texts, at least one"
 
 
+def _ids(value: Any) -> str | None:
+    fine = isinstance(value, list) and all(type(item) is int for item in value)
+    return None if fine and value else "a list of whole numbers, at least one"
+
+
 def _numbers(above: float) -> Check:
     def check(value: Any) -> str | None:
         channels = value if isinstance(value, list) and len(value) == 3 else []
@@ -231,6 +236,7 @@ FIELDS: dict[str, Check] = {
     "arguments": _mapping,
     "detector": _one_of("retinanet", "mask-rcnn"),
     "class_names": _texts,
+    "category_ids": _ids,
     "img_size": _whole(1),
     "crop_pct": _share,
     "interpolation": _one_of(

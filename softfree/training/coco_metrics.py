@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from softfree.data.coco import Annotations, coco_api, encode_masks
+from softfree.data.coco import Annotations, coco_api, encode_masks, result_entry
 from softfree.training.distributed import Processes, gather
 
 # Places of the figures in COCO's summary.
@@ -57,13 +57,10 @@ class CocoMetrics:
         rows = iter(torch.cat(columns, dim=1).tolist())
         for place, image_id in enumerate(image_ids):
             results: list[dict[str, Any]] = [
-                dict(
-                    image_id=image_id,
-                    category_id=self.category_ids[int(label) - 1],
-                    bbox=box,
-                    area=area,
-                    score=score,
-                )
+                {
+                    **result_entry(image_id, self.category_ids[int(label) - 1], box, score),
+                    "area": area,
+                }
                 for *box, area, score, label in itertools.islice(
                     rows, len(detections[place]["boxes"])
                 )
@@ -78,19 +75,30 @@ class CocoMetrics:
     def compute(self, processes: Processes) -> dict[str, float]:
         """``{"box_AP": ..., "box_AP50": ..., ...}`` and the same for masks, in percent; the same everywhere.
 
-        A figure for which there is no object, such as APL without large ones, is left out.
+        A figure for which there is no object, such as APL without large ones, is left out. From here on
+        ``results`` has those of all processes.
         """
         merged = dict(gather(list(self.results.items()), processes))
-        results = [row for image_id in sorted(merged) for row in merged[image_id]]
+        self.results = {image_id: merged[image_id] for image_id in sorted(merged)}
+        results = [row for rows in self.results.values() for row in rows]
         figures: dict[str, float] = {}
         for kind in ("box", "mask") if self.masks else ("box",):
-            stats = self._stats(KINDS[kind], results, sorted(merged))
+            stats = self._stats(KINDS[kind], results, list(self.results))
             figures |= {
                 f"{kind}_{name}": 100 * float(stats[place])
                 for name, place in FIGURES.items()
                 if stats[place] >= 0
             }
         return figures
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The detections as COCO's results have them, for a file that ``loadRes`` of its tools takes."""
+        # Only what the format has: its tools find the area themselves.
+        return [
+            {name: value for name, value in row.items() if name != "area"}
+            for rows in self.results.values()
+            for row in rows
+        ]
 
     def _stats(
         self, kind: str, results: list[dict[str, Any]], image_ids: list[int]

@@ -249,6 +249,7 @@ class Detection(DenseTask):
             "detector": detector.detector,
             "arguments": arguments,
             "class_names": list(self.data.class_names),
+            "category_ids": list(self.data.train.category_ids),
         }
 
     def order(self, samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
@@ -304,11 +305,18 @@ def evaluate_detector(
     processes: Processes,
 ) -> dict[str, float]:
     """COCO's figures in percent over the batches of all processes, each picture counted once."""
+    return collect_detections(model, batches, data, masks).compute(processes)
+
+
+def collect_detections(
+    model: nn.Module, batches: Iterable[DetectionBatch], data: CocoDetection, masks: bool
+) -> CocoMetrics:
+    """What the detector finds in the batches of this process, to be scored."""
     metrics = CocoMetrics(data.annotations, data.category_ids, masks=masks)
     for batch in batches:
         if batch.image_ids:
             metrics.update(batch.image_ids, detect(model, batch.images))
-    return metrics.compute(processes)
+    return metrics
 
 
 def detect(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:

@@ -46,11 +46,14 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     out = tmp_path / "out"
     more = ["--detector", detector, "--proposals", "16"]
     assert train.main(["detection", "--output", str(out), *FAST, *more]) == 0
-    table = tmp_path / "scores.csv"
+    table, found = tmp_path / "scores.csv", tmp_path / "found.json"
     best = ["--checkpoint", str(out / "best")]
-    assert validate.main(
-        ["detection", *best, "--workers", "0", "--csv", str(table)]
-    ) == 0  # fmt: skip
+    files = ["--csv", str(table), "--results", str(found)]
+    assert validate.main(["detection", *best, "--workers", "0", *files]) == 0
+    kinds = {"segmentation"} if detector == "mask-rcnn" else set()
+    for entry in json.loads(found.read_text()):
+        assert entry.keys() == {"image_id", "category_id", "bbox", "score"} | kinds
+        assert entry["image_id"] in (0, 1) and 1 <= entry["category_id"] <= 5
     rows = list(csv.DictReader(table.open()))
     assert [row["kind"] for row in rows] == (
         ["box", "mask"] if detector == "mask-rcnn" else ["box"]
@@ -70,6 +73,25 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
         assert ("mask" in entry) == (detector == "mask-rcnn")
     [path] = drawn.iterdir()
     assert min(Image.open(path).size) >= 384
+
+    # Of the truth's ids, without boxes as corners.
+    truth = shape_annotations(1, split="train")
+    truth["images"][0].update(id=139, file_name="street.png")
+    for category in truth["categories"]:
+        category["id"] += 10
+    truth["annotations"] = []
+    (tmp_path / "truth.json").write_text(json.dumps(truth))
+    given = [str(picture), *best, "--results", str(found), *any_score]
+    assert predict.main([*given, "--annotations", str(tmp_path / "truth.json")]) == 0
+    assert f"COCO results written to {found}" in capsys.readouterr().out
+    entries = json.loads(found.read_text())
+    assert len(entries) == len(result["objects"])
+    for entry, seen in zip(entries, result["objects"], strict=True):
+        left, top, right, bottom = seen["box"]
+        assert entry["bbox"] == [left, top, right - left, bottom - top]
+        assert entry["category_id"] == 11 + CLASSES.index(seen["label"])
+        assert (entry["image_id"], entry["file_name"]) == (139, "street.png")
+        assert entry.get("segmentation") == seen.get("mask")
 
     options = ["--json", "--topk", "2", *any_score]
     assert predict.main([str(picture), *best, *options]) == 0
@@ -147,6 +169,8 @@ def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
     assert sum(entry["share"] for entry in result["classes"]) == pytest.approx(1)
     with pytest.raises(ValueError, match="--min-score is for detectors"):
         predict.main([str(picture), *best, "--min-score", "0.3"])
+    with pytest.raises(ValueError, match="--results is for detectors"):
+        predict.main([str(picture), *best, "--results", "found.json"])
     [path] = drawn.iterdir()
     width, height = Image.open(path).size
     # The list of classes stands beside the picture.

@@ -1,11 +1,13 @@
 """AP is 100 for the truth, the same by both packages, and each image counts once."""
 
+import json
+
 import pytest
 import torch
 
 pytest.importorskip("faster_coco_eval")
 
-from softfree.data.coco import decode_mask, shape_annotations
+from softfree.data.coco import coco_api, decode_mask, shape_annotations
 from softfree.training.coco_metrics import CocoMetrics
 from softfree.training.distributed import Processes
 
@@ -71,6 +73,31 @@ def test_the_truth_scores_100_whatever_the_ids_of_its_annotations(ids):
     metrics.update(range(12), [truth_of(i) for i in range(12)])
     scores = metrics.compute(ALONE)
     assert scores["box_AP"] == scores["mask_AP"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("package", ["faster-coco-eval", "pycocotools"])
+@pytest.mark.parametrize("kind", ["box", "mask"])
+def test_both_packages_take_the_results_as_a_file_and_give_the_same_ap(tmp_path, package, kind):
+    pytest.importorskip(package.replace("-", "_"))
+    metrics = CocoMetrics(TRUTH, CATEGORIES, masks=True)
+    metrics.update(range(12), [noisy(i) for i in range(12)])
+    scores = metrics.compute(ALONE)
+    entries = metrics.entries()
+    assert all(
+        list(entry) == ["image_id", "category_id", "bbox", "score", "segmentation"]
+        for entry in entries
+    )
+    for name, content in (("truth", {"info": {}, **TRUTH}), ("results", entries)):
+        (tmp_path / name).write_text(json.dumps(content))
+    api = coco_api(package)
+    truth = api.COCO(str(tmp_path / "truth"))
+    evaluation = api.COCOeval(
+        truth, truth.loadRes(str(tmp_path / "results")), {"box": "bbox", "mask": "segm"}[kind]
+    )
+    for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
+        step()
+    ours = [scores[f"{kind}_{name}"] for name in ("AP", "AP50", "AP75")]
+    assert 100 * evaluation.stats[:3] == pytest.approx(ours)
 
 
 def test_both_packages_give_the_same_figures():

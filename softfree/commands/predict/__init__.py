@@ -23,10 +23,12 @@ from softfree.commands.common import (
     make_table,
     newest_run,
     to_json,
+    write_json,
 )
 from softfree.commands.predict.base import Predictor
 from softfree.commands.predict.classifier import ONNX, Classifier
 from softfree.commands.predict.detector import ObjectDetector
+from softfree.commands.predict.results import CocoResults
 from softfree.commands.predict.segmenter import Segmenter
 from softfree.data.images import (
     EXTENSIONS,
@@ -63,6 +65,8 @@ def predict(
     topk: int | None = None,
     min_score: float | None = None,
     output: Path | None = None,
+    results: Path | None = None,
+    annotations: Path | None = None,
     draw: Path | None = None,
     img_size: int | None = None,
     batch_size: int = 16,
@@ -82,6 +86,10 @@ def predict(
             likeliest classes, or all that is seen.
         min_score: of a detector: leave out objects that it is less certain of; otherwise 0.5.
         output: also write the results to this file, one JSON object a line.
+        results: of a detector: also write what was found to this file, as COCO's own tools read it; --min-score 0 keeps all,
+            as average precision wants it.
+        annotations: take the ids of --results from this COCO file, by the names of pictures and classes; otherwise a
+            picture's id is the number that is its name, or 1, 2, ..., and classes have the ids of the training.
         draw: also write each picture with what was seen in it into this folder.
         img_size: side of the square that a classifier sees, the shorter side for the others; otherwise that of the
             training.
@@ -94,6 +102,9 @@ def predict(
         if value is not None:
             check_positive(option, value)
     check_output("--output", output)
+    check_output("--results", results)
+    if annotations is not None and results is None:
+        raise ValueError("--annotations is for the ids in --results FILE.json: give that, too")
     if draw is not None:
         if draw.is_file():
             raise ValueError(f"--draw must name a folder, {draw} is a file")
@@ -110,7 +121,12 @@ def predict(
         if not 0 <= min_score <= 1:
             raise ValueError(f"--min-score must be from 0 to 1, got {min_score:g}")
         options["min_score"] = min_score
+    if results is not None and task != "detection":
+        raise ValueError(f"--results is for detectors; {source} is of the task {task!r}")
     predictor = PREDICTORS[task](source, where, img_size, topk, **options)
+    coco = None
+    if isinstance(predictor, ObjectDetector) and results is not None:
+        coco = CocoResults(paths, predictor.category_ids, annotations)
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
@@ -128,11 +144,11 @@ def predict(
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             lines = stack.enter_context(output.open("w", encoding="utf-8"))
-        results = track(
+        predicted = track(
             predict_files(predictor, paths, batch_size), "predicting", len(paths),
             console=errors, transient=True, disable=not errors.is_terminal,
         )  # fmt: skip
-        for number, result in enumerate(results):
+        for number, result in enumerate(predicted):
             path = paths[number]
             if isinstance(result, Unreadable):
                 unreadable.append(result)
@@ -140,6 +156,8 @@ def predict(
             else:
                 record = {"path": as_utf8(path), **result}
                 table.add_row(escape(printable(path)), *predictor.cells(result))
+                if coco is not None:
+                    coco.add(path, result["objects"])
                 if draw is not None:
                     # A name that tells the picture, and that no two pictures share.
                     order = f"{number + 1:0{len(str(len(paths)))}d}"
@@ -153,9 +171,11 @@ def predict(
     if not as_json and table.row_count:
         console.print(table)
     report_unreadable(errors, unreadable, len(paths))
+    if coco is not None and results is not None:
+        write_json(results, coco.entries)
     if not as_json:
         drawn = draw if table.row_count else None
-        for what, written in (("results", output), ("drawings", drawn)):
+        for what, written in (("results", output), ("COCO results", results), ("drawings", drawn)):
             if written is not None:
                 console.print(f"{what} written to {escape(str(written))}", soft_wrap=True)
     return int(len(unreadable) == len(paths))

@@ -44,6 +44,13 @@ class ObjectDetector:
         self.min_score = min_score
         self.device = device
         self.class_names = ["background", *metadata["class_names"]]
+        # Checkpoints of 0.1 do not have them.
+        ids = metadata.get("category_ids") or range(1, len(self.class_names))
+        if len(ids) != len(self.class_names) - 1:
+            raise ValueError(
+                f"{checkpoint} has {len(ids)} category_ids for {len(self.class_names) - 1} class_names"
+            )
+        self.category_ids = dict(zip(self.class_names[1:], ids, strict=True))
         self.topk = topk
         if img_size is not None:
             # The longest side that the model sees grows with the shortest, or it would hold it down.

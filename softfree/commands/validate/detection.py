@@ -1,8 +1,9 @@
 """`softfree validate` for detectors."""
 
 import dataclasses
+from pathlib import Path
 
-from softfree.commands.common import make_table
+from softfree.commands.common import check_output, make_table, write_json
 from softfree.commands.validate.base import Scores, Validation, check_classes
 from softfree.data.detection import collate_detection, load_split
 from softfree.data.layouts import announce
@@ -11,7 +12,7 @@ from softfree.training.coco_metrics import FIGURES
 from softfree.training.detection import (
     Detection,
     DetectionDataSettings,
-    evaluate_detector,
+    collect_detections,
     for_evaluation,
 )
 from softfree.training.distributed import Processes
@@ -28,8 +29,11 @@ class ValidateDetection(Validation):
     """leave out annotations that can't be used, instead of an error"""
     batch_size: int = 8
     """pictures at a time"""
+    results: Path | None = None
+    """write what was found to this file, as COCO's own tools read it (their loadRes)"""
 
     def score(self, processes: Processes) -> Scores:
+        check_output("--results", self.results)
         model, metadata = Detection.load(self.checkpoint, processes.device)
         masks = metadata["detector"] == "mask-rcnn"
         trained_on = data_settings(self.checkpoint, DetectionDataSettings)
@@ -45,11 +49,15 @@ class ValidateDetection(Validation):
         pictures = for_evaluation(data, arguments["min_size"], arguments["max_size"])
         reading = evaluation(pictures, collate_detection, processes, **self.reading)
         with reading as (batches, unreadable):
-            scores = evaluate_detector(model, batches, data, masks, processes)
+            metrics = collect_detections(model, batches, data, masks)
+        scores = metrics.compute(processes)
+        if processes.main and self.results is not None:
+            write_json(self.results, metrics.entries())
         rows, table = [], make_table(["", *FIGURES])
         for kind in ("box", "mask") if masks else ("box",):
             figures = {name: scores.get(f"{kind}_{name}") for name in FIGURES}
             rows.append({**self.row, "kind": kind, **figures})
             table.add_row(kind, *("-" if x is None else f"{x:.1f}" for x in figures.values()))
         title = f"{metadata['detector']} on {metadata['model']}, {self.subject}"
-        return Scores(title, rows, table, unreadable=unreadable)
+        line = f"results written to {self.results}" if self.results else ""
+        return Scores(title, rows, table, line, unreadable)
