@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from softfree.commands.predict.detector import ObjectDetector
-from softfree.commands.predict.drawing import rows_of_pictures
 from softfree.commands.predict.segmenter import Segmenter
 from softfree.data.coco import encode_mask, encode_masks
 from softfree.data.detection import load_detection
+from softfree.data.drawing import rows_of_pictures
 from softfree.data.segmentation import IGNORE, load_segmentation
 from softfree.training.checkpoint import read_metadata
 from softfree.training.devices import choose_device

@@ -5,21 +5,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from torch.utils.data import DataLoader
 
-from softfree.commands.common import command, make_table
+from softfree.commands.common import PICTURE_ENDINGS, check_figure, command, make_table
+from softfree.commands.settings import resolve
 from softfree.data.classification import lacks_validation, load_images
 from softfree.data.detection import load_detection
-from softfree.data.images import ImageFiles, Unreadable, printable
+from softfree.data.drawing import save
+from softfree.data.images import ImageData, ImageFiles, Unreadable, printable
 from softfree.data.segmentation import load_segmentation
 from softfree.models.checks import check_at_least
 from softfree.training.classification import VAL_SPLIT
 from softfree.training.loading import ignore_signals
 from softfree.training.settings import WORKERS
+from softfree.training.tasks import TASKS
 
 # Of the largest class over the smallest: worth a word.
 UNEVEN = 10
@@ -39,6 +43,8 @@ def check_data(
     ignore_label: int = 255,
     decode: bool = True,
     workers: int = WORKERS,
+    preview: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    recipe: str = "",
 ) -> int:
     """Run the checks that training begins with, decode every picture, and say what was found.
 
@@ -50,11 +56,32 @@ def check_data(
         ignore_label: segmentation: value in masks/ that stands for no class.
         decode: also decode every picture, to find damaged ones; training does not before it starts.
         workers: processes that decode pictures.
+        preview: draw training samples as the model sees them, varied, with their classes, boxes or masks (.png, .jpg).
+        recipe: with --preview: of `softfree train`, whose variations are drawn; '': the one it would choose.
     """
     check_at_least(0, workers=workers)
+    check_figure("--preview", preview, PICTURE_ENDINGS)
+    settings: Any = None
+    if preview is not None:
+        given = [] if data_dir is None else ["--data-dir", data_dir]
+        given += ["--recipe", recipe] if recipe else []
+        given += ["--detector", "mask-rcnn"] if task == "detection" and masks else []
+        settings = resolve(given, TASKS[task])
+
+    def draw_preview() -> None:
+        if preview is not None:
+            maker: Any = TASKS[task]
+            page = maker(settings, data).preview(settings.run.seed, torch.device("cpu"))
+            save(preview, page)
+            print(f"training samples as the model sees them are drawn in {preview}")
+
     data: Any
     if task == "classification":
-        return check_classes(data_dir, decode, workers)
+        data = load_classes(data_dir)
+        check_classes(data, data_dir, decode, workers)
+        draw_preview()
+        print("no faults found")
+        return 0
     if task == "detection":
         checked = None if masks else False
         data = load_detection(data_dir, masks=checked, skip_bad=skip_bad_annotations)
@@ -74,25 +101,30 @@ def check_data(
         check_pictures(splits, data_dir, workers)
     console = Console(highlight=False, markup=False)
     # Of many classes, in a terminal, no name is cut in two; lines of a file stay whole.
-    console.print(
-        f"{len(names)} classes: {', '.join(names)}\nno faults found",
-        soft_wrap=not console.is_terminal,
-    )
+    console.print(f"{len(names)} classes: {', '.join(names)}", soft_wrap=not console.is_terminal)
+    if task == "detection":
+        data.train.masks = masks
+    draw_preview()
+    print("no faults found")
     return 0
 
 
 main = command(check_data, __doc__)
 
 
-def check_classes(data_dir: str | None, decode: bool, workers: int) -> int:
-    """Class folders: pictures of each class, and whether training could begin."""
+def load_classes(data_dir: str | None) -> ImageData:
+    """Class folders as training takes them."""
     split = 0.0 if data_dir is None or not lacks_validation(Path(data_dir)) else VAL_SPLIT
-    data = load_images(data_dir, val_split=split)
-    splits = {"train": data.train, "val": data.val}
     if split:
         print(
             f"{data_dir} has no val/: training sets {split:.0%} of each class aside (--val-split)"
         )
+    return load_images(data_dir, val_split=split)
+
+
+def check_classes(data: ImageData, data_dir: str | None, decode: bool, workers: int) -> None:
+    """Class folders: pictures of each class, and whether training could begin."""
+    splits = {"train": data.train, "val": data.val}
     if decode and data_dir is not None:
         check_pictures(splits, data_dir, workers)
     counts = {
@@ -109,8 +141,7 @@ def check_classes(data_dir: str | None, decode: bool, workers: int) -> int:
         if most >= UNEVEN * fewest:
             print(f"classes are uneven: {fewest:,} to {most:,} pictures of a class to train on")
     sizes = ", ".join(f"{len(part):,} pictures in {name}" for name, part in splits.items())
-    print(f"{len(data.class_names)} classes, {sizes}\nno faults found")
-    return 0
+    print(f"{len(data.class_names)} classes, {sizes}")
 
 
 def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> None:

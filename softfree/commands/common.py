@@ -38,6 +38,7 @@ PICTURE_TASKS = ("classification", "detection", "segmentation")
 # By title, the text of a row's cell.
 Columns = Mapping[str, Callable[[Any], str]]
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
+PICTURE_ENDINGS = (".png", ".jpg", ".jpeg")
 Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
 # Each use of the option adds one, so that a photo may follow it.
 Repeated = tyro.conf.UseAppendAction
@@ -86,10 +87,10 @@ def check_output(option: str, path: Path | None) -> None:
         ) from error
 
 
-def check_figure(option: str, path: Path | None) -> None:
+def check_figure(option: str, path: Path | None, endings: Sequence[str] = FIGURE_ENDINGS) -> None:
     """Refuse a file that no figure can be written to."""
-    if path is not None and path.suffix.lower() not in FIGURE_ENDINGS:
-        raise ValueError(f"{option} must end in {', '.join(FIGURE_ENDINGS)}, got {path}")
+    if path is not None and path.suffix.lower() not in endings:
+        raise ValueError(f"{option} must end in {', '.join(endings)}, got {path}")
     check_output(option, path)
 
 

@@ -27,6 +27,7 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 
 from softfree.data.classification import has_fewer, lacks_validation, load_images
+from softfree.data.drawing import RIGHT, WRONG, Tile, to_tile
 from softfree.data.images import (
     Batch,
     ImageData,
@@ -409,6 +410,44 @@ class Classification(PictureTask):
         labels = self.resident(self.files[0], order.device).labels
         return torch.cat([labels[order][None], self.crops.draw(order)])
 
+    def draw_batch(self, batch: Batch | Tensor) -> list[Tile]:
+        varied = self.prepare(batch)
+        images, labels = varied if isinstance(varied, Varied) else self.look_up(varied)
+        images = self.normalize.undo(images)
+        return [
+            to_tile(image, self.describe(label))
+            for image, label in zip(images, labels, strict=True)
+        ]
+
+    def describe(self, label: Tensor) -> str:
+        """The name of a class, or the names of those that a label (classes,) of probabilities mixes."""
+        if not label.is_floating_point():
+            return self.class_names[int(label)]
+        shares, classes = label.topk(min(2, len(label)))
+        return " + ".join(
+            f"{self.class_names[number]} {share:.0%}"
+            for share, number in zip(shares.tolist(), classes.tolist(), strict=True)
+            # Smoothing gives every class a little.
+            if share > max(0.05, 2 * label.min().item())
+        )
+
+    def draw_predictions(
+        self, model: nn.Module, indices: Sequence[int], device: torch.device
+    ) -> list[Tile]:
+        batch = collate_images(self.files[1][index] for index in indices)
+        if not len(batch.labels):
+            return []
+        logits = model(self.normalize(batch.images.to(device))).float()
+        chances, classes = logits.softmax(-1).max(-1)
+        tiles = []
+        for image, label, chance, number in zip(
+            batch.images, batch.labels.tolist(), chances.tolist(), classes.tolist(), strict=True
+        ):
+            caption, right = f"{self.class_names[number]} {chance:.0%}", number == label
+            caption += "" if right else f", is {self.class_names[label]}"
+            tiles.append(to_tile(image, caption, RIGHT if right else WRONG))
+        return tiles
+
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], processes: Processes
     ) -> dict[str, float]:
@@ -572,6 +611,11 @@ class Normalize(nn.Module):
         if self.scale.device != images.device:
             self.scale, self.shift = self.scale.to(images.device), self.shift.to(images.device)
         return torch.addcmul(self.shift, images.float(), self.scale)
+
+    def undo(self, images: Tensor) -> Tensor:
+        """The 8-bit pictures that these were, as far as 8 bits hold what was made of them."""
+        levels = (images.float() - self.shift) / self.scale
+        return levels.round().clamp(0, 255).to(torch.uint8)
 
 
 def preparation_of(model: nn.Module, img_size: int) -> dict[str, Any]:

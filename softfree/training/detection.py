@@ -7,6 +7,7 @@ Detection.load("OUTPUT/best", device)   -> model, metadata
 import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -27,9 +28,11 @@ from softfree.data.detection import (
     repeat_indices,
     train_transform,
 )
+from softfree.data.drawing import Tile, in_turn, objects_tile
+from softfree.data.images import part_readable
 from softfree.models.checks import check_at_least, check_grouped, check_model_name
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
-from softfree.training.coco_metrics import CocoMetrics
+from softfree.training.coco_metrics import MASK_THRESHOLD, CocoMetrics
 from softfree.training.dense import (
     SMALL_BACKBONE,
     SMALL_JITTER,
@@ -53,6 +56,8 @@ LOSSES = {
     "loss_objectness": "object",
     "loss_rpn_box_reg": "rpn_box",
 }
+# Less certain objects are not drawn.
+DRAWN_SCORE = 0.3
 DetectorName = Literal["retinanet", "mask-rcnn"]
 
 
@@ -203,8 +208,9 @@ class Detection(DenseTask):
 
     @classmethod
     def has_fewer(cls, data_dir: str, count: int) -> bool:
-        # Annotations may be long: files are counted instead.
-        return has_fewer(data_dir, count)
+        # Annotations may be long: files are counted instead, but no class maps beside them.
+        folders = (Path(data_dir) / name for name in ("images", "JPEGImages"))
+        return has_fewer(str(next(filter(Path.is_dir, folders), data_dir)), count)
 
     @classmethod
     def count_samples(cls, data_dir: str) -> int:
@@ -272,6 +278,30 @@ class Detection(DenseTask):
         losses = model(batch.unit_images, batch.targets)
         named = {LOSSES.get(name, name): loss for name, loss in losses.items()}
         return sum(losses.values(), torch.zeros(())), named
+
+    def draw_batch(self, batch: DetectionBatch) -> list[Tile]:
+        names = self.data.class_names
+        pairs = zip(batch.images, batch.targets, strict=True)
+        return [objects_tile(image, target, names) for image, target in pairs]
+
+    def draw_predictions(
+        self, model: nn.Module, indices: Sequence[int], device: torch.device
+    ) -> list[Tile]:
+        names, (readable, _) = (
+            self.data.class_names,
+            part_readable(self.data.val[index] for index in indices),
+        )
+        found = detect(model, [image.as_subclass(Tensor).to(device) for image, _ in readable])
+        truths, guesses = [], []
+        for (image, target), objects in zip(readable, found, strict=True):
+            sure = (objects["scores"] >= DRAWN_SCORE) & (objects["labels"] > 0)
+            shown = {name: values[sure].cpu() for name, values in objects.items()}
+            if "masks" in shown:
+                shown["masks"] = shown["masks"][:, 0] > MASK_THRESHOLD
+            truths.append(objects_tile(image, target, names, "truth"))
+            caption = f"predicted, {DRAWN_SCORE:.0%} and more"
+            guesses.append(objects_tile(image, shown, names, caption))
+        return in_turn(truths, guesses)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[DetectionBatch], processes: Processes

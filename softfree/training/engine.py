@@ -16,16 +16,18 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from PIL import Image
 from timm.layers import convert_sync_batchnorm
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from softfree import __version__
+from softfree.data.drawing import COLUMNS, Tile, sheet
 from softfree.data.files import write_durably
 from softfree.data.images import MapData, Unreadable, collate_training
 from softfree.models.metadata import check_buildable, check_fields
@@ -60,6 +62,10 @@ from softfree.training.step import check_graph, create_step
 
 # What tells that a folder has a run, and what `overwrite` removes.
 RUN_FILES = ("last", "best", TRAIN_CSV, EVAL_CSV, TEST_RESULT, "tensorboard")
+
+
+# Samples on the page that is drawn at a run's start, and on that of an evaluation.
+PREVIEWED, PREDICTED = 4 * COLUMNS, 2 * COLUMNS
 
 
 class Task(ABC):
@@ -214,6 +220,51 @@ class PictureTask(Task):
 
     def collate_eval(self, samples: list[Any]) -> Any:
         return self.make_batch(samples)
+
+    @abstractmethod
+    def draw_batch(self, batch: Any) -> list[Tile]:
+        """The samples of a training batch as the model sees them, with their truth."""
+
+    @abstractmethod
+    def draw_predictions(
+        self, model: nn.Module, indices: Sequence[int], device: torch.device
+    ) -> list[Tile]:
+        """Validation samples with the truth and what the model makes of them."""
+
+    def preview(self, seed: int, device: torch.device) -> Image.Image:
+        """The first training samples of a run as its model sees them, with their truth: a page."""
+        samples = len(self.train_data)
+        # Mixing pictures takes pairs.
+        count = min(PREVIEWED, max(1, samples // 2 * 2))
+        sampler = StepSampler(samples, count, 1, 0, 1, seed, 0, 1, self.order)
+        with contextlib.closing(training_batches(self, sampler, seed, device)) as batches:
+            batch = next(batches)
+        seed_all(seed, 1)
+        return sheet(
+            self.draw_batch(batch), f"{self.name}: training samples as the model sees them"
+        )
+
+    def predictions(self, model: nn.Module, step: int, device: torch.device) -> Image.Image:
+        """Some validation samples, always the same, with what the model makes of them: a page."""
+        count = min(PREDICTED, len(self.eval_data))
+        indices = [len(self.eval_data) * number // count for number in range(count)]
+        tiles = self.draw_predictions(model, indices, device)
+        return sheet(tiles, f"{self.name}: validation samples at step {step:,}")
+
+
+def training_batches(
+    task: Task, sampler: StepSampler, seed: int, device: torch.device, *reading: Any
+) -> Generator[Any]:
+    """What the model is trained on; ``reading`` is what :func:`read_batches` takes at its end."""
+    if isinstance(task.train_data, range):
+        # Nothing to read: processes and queues would cost more than the indices.
+        return sampler.on_device(device, task.plan_epoch)
+    data = Augmented(task.train_data, seed)
+    return read_batches(data, sampler, task.collate, device, *(reading or (_no_report,)))
+
+
+def _no_report(file: Unreadable) -> None:
+    """For pictures that the run itself will tell of."""
 
 
 @dataclasses.dataclass
@@ -520,12 +571,7 @@ class _Training:
 
     def _training_batches(self) -> Generator[Any]:
         self.sampler.start, self.sampler.stop = self.position.step, self.schedule.total
-        data = self.task.train_data
-        if isinstance(data, range):
-            # Nothing to read: processes and queues would cost more than the indices.
-            return self.sampler.on_device(self.device, self.task.plan_epoch)
-        data = Augmented(data, self.run.seed)
-        return read_batches(data, self.sampler, self.task.collate, self.device, *self.reading)
+        return training_batches(self.task, self.sampler, self.run.seed, self.device, *self.reading)
 
     def _note_unreadable(self, file: Unreadable) -> None:
         if file.path not in self.unreadable:

@@ -16,6 +16,7 @@ import tyro
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
+from softfree.data.drawing import Tile, class_map_tile, in_turn
 from softfree.data.segmentation import (
     IGNORE,
     EvalTransform,
@@ -232,6 +233,22 @@ class Segmentation(DenseTask):
         if self.settings.data.class_weights == "none":
             return None
         return balanced_weights(self.data.train, len(self.class_names)).to(device)
+
+    def draw_batch(self, batch: SegmentationBatch) -> list[Tile]:
+        pairs = zip(batch.images, batch.class_maps, strict=True)
+        return [class_map_tile(image, classes, self.class_names) for image, classes in pairs]
+
+    def draw_predictions(
+        self, model: nn.Module, indices: Sequence[int], device: torch.device
+    ) -> list[Tile]:
+        batch = self.collate_eval([self.eval_data[index] for index in indices])
+        truths, guesses = [], []
+        for image, truth in zip(batch.images, batch.class_maps, strict=True):
+            seen = self.normalize(image[None].to(device))
+            classes = predict_classes(model, seen, truth.shape, self.settings.data.window)[0]
+            truths.append(class_map_tile(image, truth, self.class_names, "truth"))
+            guesses.append(class_map_tile(image, classes, self.class_names, "predicted"))
+        return in_turn(truths, guesses)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[SegmentationBatch], processes: Processes

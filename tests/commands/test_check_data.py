@@ -41,3 +41,11 @@ def test_uneven_classes_are_worth_a_word(tmp_path, capsys):
 def test_the_embedded_digits_are_fine(argv, capsys):
     assert check(*argv) == 0
     assert "10 classes, 1,437 pictures in train, 360" in capsys.readouterr().out
+
+
+def test_previews_that_can_not_be_written_are_refused_before_the_check(tmp_path, capsys):
+    assert check("--preview", tmp_path / "a.svg") == 2
+    assert "--preview must end in .png, .jpg, .jpeg" in capsys.readouterr().err
+    assert check("--preview", tmp_path / "a.png", "--recipe", "none") == 2
+    assert "--recipe must be one of digits" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]

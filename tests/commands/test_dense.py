@@ -17,8 +17,8 @@ import softfree.data.detection
 import softfree.data.segmentation
 from softfree.commands import check_data, predict, train, validate
 from softfree.commands.predict.detector import ObjectDetector
-from softfree.commands.predict.drawing import LETTERS, colour, place_labels, rows_of_pictures
 from softfree.data.coco import shape_annotations
+from softfree.data.drawing import LETTERS, colour, place_labels, rows_of_pictures
 from softfree.data.shapes import CLASSES, draw_shapes
 
 FAST = [
@@ -235,6 +235,21 @@ def test_validation_needs_no_training_data_and_ignores_what_training_ignored(tmp
         (data / folder / "val").rename(data / folder / "test")
     assert validate.main(test) == 0
     assert "best, test\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", ["classification", "detection", "segmentation"])
+def test_a_preview_shows_the_varied_samples_that_training_begins_with(task, tmp_path, capsys):
+    pages = []
+    for recipe in ([], [], ["--recipe", "small"]):
+        file = tmp_path / f"{len(pages)}.png"
+        argv = [task, "--workers", "0", "--preview", str(file), *recipe]
+        assert check_data.main(argv) == 0
+        with Image.open(file) as page:
+            pages.append(page.convert("RGB"))
+    assert str(file) in capsys.readouterr().out
+    # Four in a row, the same at every call, and varied as by the recipe.
+    assert pages[0].width > 4 * 320 and pages[0].tobytes() == pages[1].tobytes()
+    assert pages[0].tobytes() != pages[2].tobytes()
 
 
 @pytest.mark.parametrize("task", ["detection", "segmentation"])

@@ -6,23 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
-from torchvision.utils import draw_segmentation_masks
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from softfree.commands.predict.base import LISTED, Listing
-from softfree.commands.predict.drawing import (
-    LETTERS,
-    OPACITY,
-    colour,
-    enlarged,
-    ink_on,
-    masks_at,
-    place_labels,
-    save,
-)
 from softfree.data.coco import encode_masks
+from softfree.data.drawing import colour, draw_objects, enlarged, masks_at, save
 from softfree.training.coco_metrics import MASK_THRESHOLD
 from softfree.training.detection import Detection, detect
 
@@ -96,15 +86,11 @@ class ObjectDetector:
 
     def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
         objects = result["objects"]
-        drawn = pil_to_tensor(enlarged(picture))
+        page = enlarged(picture)
         colours = [colour(self.class_names.index(entry["label"])) for entry in objects]
+        masks = None
         if objects and "mask" in objects[0]:
-            masks = masks_at([entry["mask"] for entry in objects], drawn)
-            # torchvision blackens what several masks claim: leave it to the most certain, which come first.
-            masks &= masks.int().cumsum(0) == 1
-            drawn = draw_segmentation_masks(drawn, masks, OPACITY, colours)
-        page = to_pil_image(drawn)
-        pen, font = ImageDraw.Draw(page), ImageFont.load_default(LETTERS)
+            masks = masks_at([entry["mask"] for entry in objects], pil_to_tensor(page))
         scale = page.width / picture.width
         boxes = [[scale * number for number in entry["box"]] for entry in objects]
         # The truth has no score.
@@ -112,12 +98,5 @@ class ObjectDetector:
             f"{entry['label']} {entry['score']:.0%}" if "score" in entry else entry["label"]
             for entry in objects
         ]
-        widths = [font.getlength(label) + 6 for label in labels]
-        # The most certain are drawn last, on top, and labels over all boxes.
-        for box, fill in reversed(list(zip(boxes, colours, strict=True))):
-            pen.rectangle(box, outline=fill, width=3)
-        places = place_labels(boxes, widths, page.size)
-        for label, (left, top), width, fill in zip(labels, places, widths, colours, strict=True):
-            pen.rectangle((left, top, left + width, top + LETTERS + 4), fill=fill)
-            pen.text((left + 3, top), label, ink_on(fill), font)
-        save(path, page)
+        # The most certain come first, and lie on top.
+        save(path, draw_objects(page, boxes, labels, colours, masks))

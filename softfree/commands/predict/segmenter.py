@@ -12,7 +12,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_i
 from torchvision.utils import draw_segmentation_masks
 
 from softfree.commands.predict.base import LISTED, Listing
-from softfree.commands.predict.drawing import (
+from softfree.data.coco import encode_mask
+from softfree.data.drawing import (
     OPACITY,
     colour,
     enlarged,
@@ -20,7 +21,6 @@ from softfree.commands.predict.drawing import (
     save,
     with_legend,
 )
-from softfree.data.coco import encode_mask
 from softfree.training.classification import Normalize
 from softfree.training.segmentation import Segmentation, predict_classes
 
