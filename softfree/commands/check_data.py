@@ -52,7 +52,7 @@ def check_data(
         task: classification (class folders), detection (COCO, Roboflow, VOC, YOLO) or segmentation (class maps).
         data_dir: folder to check; otherwise the embedded digits or shapes.
         masks: detection: also check masks, where there are any.
-        skip_bad_annotations: detection: leave out annotations that can't be used.
+        skip_bad_annotations: boxes and masks: leave out annotations that can't be used.
         ignore_label: segmentation: value in masks/ that stands for no class.
         decode: also decode every picture, to find damaged ones; training does not before it starts.
         workers: processes that decode pictures.
@@ -86,7 +86,7 @@ def check_data(
         checked = None if masks else False
         data = load_detection(data_dir, masks=checked, skip_bad=skip_bad_annotations)
     else:
-        data = load_segmentation(data_dir, ignore_label=ignore_label)
+        data = load_segmentation(data_dir, ignore_label=ignore_label, skip_bad=skip_bad_annotations)
     splits, names = {"train": data.train, "val": data.val}, data.class_names
     for split, part in splits.items():
         what = " with class maps"

@@ -321,7 +321,7 @@ def _inside(points: list[float], image: dict[str, Any]) -> bool:
 def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
     size = f"{image['width']} x {image['height']} pixels"
     if not segmentation:
-        return "no mask, which only Mask R-CNN needs,"
+        return "no mask, which RetinaNet alone does without,"
     if isinstance(segmentation, list):
         if not all(isinstance(polygon, list) and _are_numbers(polygon) for polygon in segmentation):
             return "a polygon that is not [x, y, x, y, ...] of finite numbers"

@@ -43,6 +43,10 @@ Target = dict[str, Any]
 Sample = tuple[Tensor, Target] | Unreadable
 
 
+class UnknownLayoutError(FileNotFoundError):
+    """A folder in none of the layouts that are known."""
+
+
 class Packed(NamedTuple):
     """Tensors of any shapes, one after another in one.
 
@@ -198,6 +202,13 @@ class DetectionData:
 def load_detection(data_dir: str | None, **options: Any) -> DetectionData:
     """Training and validation pictures, checked; ``options`` are keywords of :func:`load_split`."""
     train, val = both_splits(lambda split: load_split(data_dir, split, **options))
+    check_same_categories(data_dir, train, val)
+    announce(train.layout, (len(train), len(val)), len(train.class_names))
+    return DetectionData(train, val)
+
+
+def check_same_categories(data_dir: str | None, train: CocoDetection, val: CocoDetection) -> None:
+    """Refuse splits of different categories, naming those that differ."""
     in_train, in_val = (
         [f"{number} {name!r}" for number, name in zip(x.category_ids, x.class_names, strict=True)]
         for x in (train, val)
@@ -209,8 +220,6 @@ def load_detection(data_dir: str | None, **options: Any) -> DetectionData:
             f"`data_dir` {data_dir}: the categories of train and val differ; only in train: "
             f"{only_train or 'none'}; only in val: {only_val or 'none'}"
         )
-    announce(train.layout, (len(train), len(val)), len(in_train))
-    return DetectionData(train, val)
 
 
 def load_split(
@@ -240,7 +249,7 @@ def load_split(
         raise FileNotFoundError(f"`data_dir` {root} is no folder")
     found = read_layout(root, split)
     if found is None:
-        raise FileNotFoundError(
+        raise UnknownLayoutError(
             f"`data_dir` {root} has none of the layouts that are known:\n{LAYOUTS}"
         )
     layout, source, annotations, folder = found

@@ -71,7 +71,7 @@ class Found(NamedTuple):
 
 def read_layout(root: Path, split: str) -> Found | None:
     """The annotations of a split, "train", "val" or "test", in whichever layout a folder has; None: in none of them."""
-    if any(coco_file(root, other) for other in ("train", "val")):
+    if has_coco(root):
         return _read_coco(root, split)
     if any(roboflow_file(root, other) for other in ROBOFLOW_FOLDERS):
         return _read_roboflow(root, split)
@@ -109,6 +109,11 @@ def _read_bytes(path: Path) -> bytes:
 
 
 # COCO and Roboflow
+
+
+def has_coco(root: Path) -> bool:
+    """Whether a folder has a COCO json in annotations/."""
+    return any(coco_file(root, split) for split in ("train", "val", "test"))
 
 
 def coco_file(root: Path, split: str) -> Path | None:

@@ -6,7 +6,7 @@
     listops    LRA's tsv files, or made on the spot and cached, see :mod:`softfree.data.listops`
     text       IMDb's folders or json lines, one token per byte
     retrieval  LRA's tsv of document pairs, one token per byte
-    image      CIFAR-10 as class folders or packed grids, grey, one token per pixel
+    image      CIFAR-10's own batches, class folders or packed grids, grey, one token per pixel
     pathfinder LRA's folders of pictures, one token per pixel
     twins      made on the spot, a label for every token, see :mod:`softfree.data.twins`; not of the arena
 
@@ -35,14 +35,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from softfree.data import listops, twins
+from softfree.data.cifar import CLASSES as CIFAR10
+from softfree.data.cifar import SIDE, find_batches, read_batches
 from softfree.data.classification import load_images
 from softfree.data.images import ImageFiles, MapData, UnreadableImageError, open_image
 from softfree.data.listops import PAD, Samples
 from softfree.models.checks import check_at_least
 
 logger = logging.getLogger(__name__)
-SIDE = 32
-CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SPLIT_SEED = 0
 UNLABELLED = -100  # what cross-entropy leaves out
 
@@ -84,8 +84,8 @@ TASKS = {
         ),
         LongRangeTask(
             "image", SIDE * SIDE, 512, 10,
-            "CIFAR-10: train/ and test/ (or val/) with a folder of pictures per class, or labels.npz with "
-            "grids of 32 x 32 tiles train_1.png, ..., test.png (or .jpg)",
+            "CIFAR-10: cifar-10-batches-py or cifar-10-batches-bin, train/ and test/ (or val/) with a folder of "
+            "pictures per class, or labels.npz with grids of 32 x 32 tiles train_1.png, ..., test.png (or .jpg)",
         ),
         LongRangeTask(
             "pathfinder", SIDE * SIDE, 512, 2,
@@ -418,8 +418,13 @@ def _load_retrieval(task: LongRangeTask, root: Path) -> LongRangeData:
 
 
 def _load_image(task: LongRangeTask, root: Path) -> LongRangeData:
-    read = _read_grids if (root / "labels.npz").is_file() else _read_class_folders
-    (pixels, labels), test, names = read(root)
+    if batches := find_batches(root):
+        found = _read_cifar(batches)
+    elif (root / "labels.npz").is_file():
+        found = _read_grids(root)
+    else:
+        found = _read_class_folders(root)
+    (pixels, labels), test, names = found
     if len(names) != task.num_classes:
         raise ValueError(
             f"`data_dir` {root} has {len(names)} classes, `task` image has {task.num_classes}"
@@ -431,6 +436,17 @@ def _load_image(task: LongRangeTask, root: Path) -> LongRangeData:
 
 
 Pictures = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+
+
+def _read_cifar(folder: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
+    """CIFAR-10's own files, made grey as pictures are."""
+    parts = []
+    for split in ("train", "test"):
+        pictures, labels = read_batches(folder, split)
+        # One above the other they are one picture.
+        grey = Image.fromarray(pictures.reshape(-1, SIDE, 3)).convert("L")
+        parts.append((np.asarray(grey).reshape(-1, SIDE * SIDE), labels))
+    return parts[0], parts[1], CIFAR10
 
 
 def _read_grids(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Pictures with class maps: ADE20K, Cityscapes, PASCAL VOC, plain folders, or the embedded shapes.
+"""Pictures with class maps: ADE20K, Cityscapes, PASCAL VOC, plain folders, masks of objects, or the embedded shapes.
 
 A class map gives every pixel its class, 0 .. n - 1, or the ignore label, which counts neither in the loss
 nor in the metric.
@@ -17,6 +17,8 @@ from torchvision import tv_tensors
 from torchvision.datasets import Cityscapes
 from torchvision.transforms import v2
 
+from softfree.data import detection
+from softfree.data.coco import decode_mask
 from softfree.data.images import (
     EXTENSIONS,
     TEST_NAMES,
@@ -36,6 +38,15 @@ from softfree.data.images import (
     some,
     upright_size,
 )
+from softfree.data.layouts import (
+    ROBOFLOW_FILE,
+    VOC_CLASSES,
+    announce,
+    find_voc,
+    has_coco,
+    voc_names,
+    voc_pictures,
+)
 from softfree.data.shapes import CLASSES, SHAPES, SIDE, draw_shapes
 
 CLASS_MAP_FORMATS = ("PNG",)
@@ -46,16 +57,14 @@ ADE20K_CLASSES = 150
 # Of all labels; 19 of them are classes. -1, a license plate, is 255 in 8 bits.
 CITYSCAPES_IDS = 34
 SPLITS = {"train": TRAIN_NAMES, "val": VAL_NAMES[:-1], "test": TEST_NAMES}
-VOC_CLASSES = (
-    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
-    "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train",
-    "tvmonitor",
-)  # fmt: skip
-LAYOUTS = """\
+LAYOUTS = f"""\
   ADE20K      images/training, images/validation, annotations/training, annotations/validation
   Cityscapes  leftImg8bit/train, leftImg8bit/val, gtFine/train, gtFine/val
   VOC         JPEGImages, SegmentationClass, ImageSets/Segmentation/train.txt and val.txt
-  folders     images/train, images/val, masks/train, masks/val, and classes.txt, one name per line"""
+  folders     images/train, images/val, masks/train, masks/val, and classes.txt, one name per line
+  COCO        annotations/instances_train2017.json, ..., with masks
+  Roboflow    train/{ROBOFLOW_FILE}, valid/{ROBOFLOW_FILE}, with masks
+  YOLO        data.yaml with names, train and val; labels/train, ... of polygons"""
 Sample = tuple[Tensor, Tensor] | Unreadable
 
 
@@ -80,6 +89,7 @@ class SegmentationDataset(ImageDataset):
         classes: from a value in the files, 0 .. 255, to its class; (256,) uint8.
         transform: applied to (image, class map), with torchvision's tv_tensors.
         may_ignore: which value stands for none is up to the user.
+        layout: of the folder that they were found in, for messages.
     """
 
     pairs: Sequence[tuple[str, str]]
@@ -88,6 +98,7 @@ class SegmentationDataset(ImageDataset):
     ignored: tuple[int, ...] = (IGNORE,)
     transform: Callable[..., tuple[Tensor, Tensor]] | None = None
     may_ignore: bool = False
+    layout: str = ""
     strict = False
 
     def __len__(self) -> int:
@@ -133,6 +144,36 @@ class ShapeSegmentation(SegmentationDataset):
         return f"shapes {index}"
 
 
+class ObjectSegmentation(SegmentationDataset):
+    """Class maps drawn from the masks of objects: class 0 is what lies in none, of objects that overlap the smaller is on top.
+
+    Crowds are ignored, but for the objects in them.
+    """
+
+    def __init__(self, objects: detection.CocoDetection):
+        names = [(image["file_name"], "") for image in objects.images]
+        super().__init__(names, range(len(objects.class_names) + 1), layout=objects.layout)
+        self.objects = objects
+        labels = {number: label for label, number in enumerate(objects.category_ids, start=1)}
+        self._drawn: dict[int, list[tuple[Any, int]]] = {i["id"]: [] for i in objects.images}
+        for found in sorted(
+            objects.annotations["annotations"], key=lambda a: (-a["iscrowd"], -a.get("area", 0))
+        ):
+            label = IGNORE if found["iscrowd"] else labels[found["category_id"]]
+            self._drawn[found["image_id"]].append((found["segmentation"], label))
+
+    def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
+        return self.objects.read(index)[0], self.class_map(index)
+
+    def class_map(self, index: int) -> np.ndarray:
+        entry = self.objects.images[index]
+        height, width = entry["height"], entry["width"]
+        classes = np.zeros((height, width), np.uint8)
+        for segmentation, label in self._drawn[entry["id"]]:
+            classes[decode_mask(segmentation, height, width).astype(bool)] = label
+        return classes
+
+
 @dataclass(frozen=True)
 class SegmentationData:
     """What a segmentation run reads."""
@@ -148,6 +189,9 @@ Split = tuple[SegmentationDataset, tuple[str, ...]]
 def load_segmentation(data_dir: str | None, **options: Any) -> SegmentationData:
     """Training and validation pictures with their class maps; ``options`` are keywords of :func:`load_split`."""
     (train, names), (val, _) = both_splits(lambda split: load_split(data_dir, split, **options))
+    if isinstance(train, ObjectSegmentation) and isinstance(val, ObjectSegmentation):
+        detection.check_same_categories(data_dir, train.objects, val.objects)
+    announce(train.layout, (len(train), len(val)), len(names))
     return SegmentationData(train, val, names)
 
 
@@ -156,6 +200,7 @@ def load_split(
     split: str,
     *,
     ignore_label: int = IGNORE,
+    skip_bad: bool = False,
     check: bool = True,
     shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
@@ -165,6 +210,7 @@ def load_split(
     Args:
         data_dir: a folder in one of the layouts of ``LAYOUTS``; None: the embedded shapes.
         ignore_label: value in the class maps of plain folders that stands for no class.
+        skip_bad: leave out masks of objects that can't be used, instead of an error.
         check: look at every file first: sizes, and class ids beyond the classes.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
@@ -177,16 +223,14 @@ def load_split(
         raise FileNotFoundError(f"`data_dir` {root} is no folder")
     if (root / "leftImg8bit").is_dir():
         dataset, names = _cityscapes(root, split)
-    elif (root / "JPEGImages").is_dir() and (root / "SegmentationClass").is_dir():
-        dataset, names = _voc(root, split)
-    elif (root / "images").is_dir() and (root / "annotations").is_dir():
+    elif (voc := find_voc(root, "SegmentationClass")) is not None:
+        dataset, names = _voc(voc, split)
+    elif (root / "images").is_dir() and (root / "annotations").is_dir() and not has_coco(root):
         dataset, names = _ade20k(root, split)
     elif (root / "images").is_dir() and (root / "masks").is_dir():
         dataset, names = _folders(root, split, ignore_label)
     else:
-        raise FileNotFoundError(
-            f"`data_dir` {root} has none of the layouts that are known:\n{LAYOUTS}"
-        )
+        return _objects(root, split, skip_bad)
     if check:
         check_segmentation(dataset)
     return dataset, names
@@ -343,7 +387,7 @@ def _ade20k(root: Path, split: str) -> Split:
     )
     pairs = _pairs(images, class_maps)
     names = _ade20k_names(root / "objectInfo150.txt")
-    return SegmentationDataset(pairs, ids, classes, ignored=(0, IGNORE)), names
+    return SegmentationDataset(pairs, ids, classes, ignored=(0, IGNORE), layout="ADE20K"), names
 
 
 def _ade20k_names(path: Path) -> tuple[str, ...]:
@@ -364,31 +408,35 @@ def _cityscapes(root: Path, split: str) -> Split:
     folder, class_maps = root / "leftImg8bit" / split, root / "gtFine" / split
     pairs = _pairs(folder, class_maps, "_leftImg8bit", ends)
     if pairs[0][1].endswith(ends[0]):
-        return SegmentationDataset(pairs, range(len(names))), names
-    return SegmentationDataset(pairs, range(CITYSCAPES_IDS), by_id), names
+        return SegmentationDataset(pairs, range(len(names)), layout="Cityscapes"), names
+    return SegmentationDataset(pairs, range(CITYSCAPES_IDS), by_id, layout="Cityscapes"), names
 
 
 def _voc(root: Path, split: str) -> Split:
-    pictures = {Path(path).stem: path for path in image_files(root / "JPEGImages")}
-    lists = [
-        root / "ImageSets" / "Segmentation" / f"{split}.txt",
-        root / "ImageSets" / f"{split}.txt",
-    ]
-    path = next((path for path in lists if path.is_file()), None)
-    if path is None:
-        raise FileNotFoundError(
-            f"`data_dir` has no list of {split}: there is neither {lists[0]} nor {lists[1]}"
-        )
-    names = [name for line in _lines(path) for name in line.split()]
-    if not names:
-        raise ValueError(f"{path} names no pictures")
+    listed, names = voc_names(root, split, "Segmentation")
     class_maps = [str(root / "SegmentationClass" / f"{name}.png") for name in names]
-    missing = [name for name in names if name not in pictures]
-    if missing:
-        raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, named in {path}")
+    pairs = list(zip(voc_pictures(root, listed, names), class_maps, strict=True))
     _check_there(class_maps)
-    pairs = [(pictures[name], class_map) for name, class_map in zip(names, class_maps, strict=True)]
-    return SegmentationDataset(pairs, range(len(VOC_CLASSES))), VOC_CLASSES
+    return SegmentationDataset(pairs, range(len(VOC_CLASSES)), layout="VOC"), VOC_CLASSES
+
+
+def _objects(root: Path, split: str, skip_bad: bool) -> Split:
+    """Masks of objects, in a layout of :mod:`softfree.data.layouts`."""
+    try:
+        objects = detection.load_split(str(root), split, masks=None, skip_bad=skip_bad)
+    except detection.UnknownLayoutError:
+        raise FileNotFoundError(
+            f"`data_dir` {root} has none of the layouts that are known:\n{LAYOUTS}"
+        ) from None
+    if not objects.masks:
+        raise ValueError(
+            f"`data_dir` {root} has boxes alone ({objects.layout} layout), no masks to learn classes of pixels from"
+        )
+    if len(objects.class_names) >= IGNORE:
+        raise ValueError(
+            f"`data_dir` {root} has {len(objects.class_names)} classes, class maps at most {IGNORE - 1}"
+        )
+    return ObjectSegmentation(objects), ("background", *objects.class_names)
 
 
 def _folders(root: Path, split: str, ignore_label: int) -> Split:
@@ -405,7 +453,8 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
     images, class_maps = (find_split(root / name, SPLITS[split]) for name in ("images", "masks"))
     pairs = _pairs(images, class_maps)
     ignored = tuple(sorted({ignore_label, IGNORE}))
-    return SegmentationDataset(pairs, range(len(names)), classes, ignored, may_ignore=True), names
+    dataset = SegmentationDataset(pairs, range(len(names)), classes, ignored, may_ignore=True)
+    return dataset, names
 
 
 def _lines(path: Path) -> list[str]:

@@ -53,10 +53,12 @@ class SegmentationDataSettings:
     """What the run reads, how pictures are cut and varied, and what classes weigh."""
 
     data_dir: str | None = None
-    """folder in the layout of ADE20K, Cityscapes or PASCAL VOC, or with images/train, images/val,
-    masks/train, masks/val and classes.txt; none: the embedded shapes"""
+    """folder in the layout of ADE20K, Cityscapes or PASCAL VOC, with images/train, images/val, masks/train,
+    masks/val and classes.txt, or with masks of objects (COCO, Roboflow, YOLO); none: the embedded shapes"""
     ignore_label: int = IGNORE
     """value in masks/ that stands for no class"""
+    skip_bad_annotations: bool = False
+    """of masks of objects: leave out those that can't be used, instead of an error"""
     check_data: bool = True
     """look at every class map before training"""
     crop: int = 512
@@ -162,7 +164,10 @@ class Segmentation(DenseTask):
             )
         if data is None:
             data = load_segmentation(
-                given.data_dir, ignore_label=given.ignore_label, check=given.check_data
+                given.data_dir,
+                ignore_label=given.ignore_label,
+                skip_bad=given.skip_bad_annotations,
+                check=given.check_data,
             )
         self.data = data
         self.class_names = data.class_names

@@ -10,6 +10,7 @@ pytest.importorskip("faster_coco_eval")
 
 from softfree.data import layouts
 from softfree.data.detection import load_detection, load_split
+from softfree.data.segmentation import IGNORE, load_segmentation
 
 OBJECT = """
   <object><name>{name}</name><difficult>{difficult}</difficult>
@@ -279,6 +280,57 @@ def test_roboflow_s_group_of_all_classes_is_no_class(tmp_path, caplog):
     assert load_detection(str(write_roboflow(tmp_path / "b", group=False))).class_names == (
         "pets", "cat", "dog",
     )  # fmt: skip
+
+
+def test_class_maps_are_drawn_from_masks_the_smaller_object_on_top(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "softfree")
+    small, large = "0 0.2 0.2 0.4 0.2 0.4 0.4 0.2 0.4", "1 0 0 0.5 0 0.5 0.5 0 0.5"
+    data = load_segmentation(str(write_yolo(tmp_path, [small, large])))
+    assert caplog.messages == ["YOLO layout: 2 + 2 pictures, 3 classes"]
+    assert data.class_names == ("background", "no", "on")
+    image, class_map = data.train[0]
+    assert image.shape == (3, 30, 40)
+    assert class_map.shape == (30, 40)
+    assert class_map.flatten().bincount().tolist() == [1200 - 300, 48, 252]
+    assert class_map[8, 10] == 1
+    assert data.val[1][1].max() == 0
+
+
+def test_crowds_have_no_class_in_class_maps(tmp_path):
+    for folder in ("train", "valid"):
+        write_picture(tmp_path / folder / "a.png")
+        boxes = [([0, 0, 20, 30], 1), ([0, 0, 10, 30], 0)]
+        content = dict(
+            images=[dict(id=3, width=40, height=30, file_name="a.png")],
+            annotations=[
+                dict(id=i, image_id=3, category_id=7, bbox=box, iscrowd=crowd, segmentation=dict(
+                    size=[30, 40], counts=[0, 30 * box[2], 30 * (40 - box[2])]))
+                for i, (box, crowd) in enumerate(boxes)
+            ],
+            categories=[dict(id=7, name="sheep")],
+        )  # fmt: skip
+        (tmp_path / folder / "_annotations.coco.json").write_text(json.dumps(content))
+    _, class_map = load_segmentation(str(tmp_path)).val[0]
+    assert class_map[0].tolist() == [1] * 10 + [IGNORE] * 10 + [0] * 20
+
+
+def test_boxes_alone_are_no_class_maps(tmp_path):
+    with pytest.raises(ValueError, match="has boxes alone .VOC layout., no masks"):
+        load_segmentation(str(write_voc(tmp_path)))
+
+
+def test_class_maps_of_voc_are_found_inside_of_the_development_kit(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "softfree")
+    root = tmp_path / "VOCdevkit" / "VOC2012"
+    for number, split in enumerate(("train", "val")):
+        write_picture(root / "JPEGImages" / f"{number}.jpg")
+        for folder in ("SegmentationClass", "ImageSets/Segmentation"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (40, 30), 20).save(root / "SegmentationClass" / f"{number}.png")
+        (root / "ImageSets" / "Segmentation" / f"{split}.txt").write_text(f"{number}\n")
+    data = load_segmentation(str(tmp_path))
+    assert caplog.messages == ["VOC layout: 1 + 1 pictures, 21 classes"]
+    assert data.val[0][1].unique().tolist() == [20]
 
 
 def test_a_folder_of_no_known_layout_is_told_those_that_are(tmp_path):

@@ -8,6 +8,7 @@ from rich.markup import escape
 
 from softfree.commands.common import make_table
 from softfree.commands.validate.base import Scores, Validation, check_classes
+from softfree.data.layouts import announce
 from softfree.data.segmentation import EvalTransform, collate_pictures, load_split
 from softfree.training.checkpoint import data_settings
 from softfree.training.classification import Normalize
@@ -38,8 +39,12 @@ class ValidateSegmentation(Validation):
         model, metadata = Segmentation.load(self.checkpoint, processes.device)
         trained_on = data_settings(self.checkpoint, SegmentationDataSettings)
         data, names = load_split(
-            self.data_dir or trained_on.data_dir, self.split, ignore_label=trained_on.ignore_label
+            self.data_dir or trained_on.data_dir,
+            self.split,
+            ignore_label=trained_on.ignore_label,
+            skip_bad=trained_on.skip_bad_annotations,
         )
+        announce(data.layout, [len(data)], len(names))
         check_classes(self.checkpoint, metadata["class_names"], names)
         side = metadata["short_side"] if self.short_side is None else self.short_side
         data.transform = EvalTransform(side or None)

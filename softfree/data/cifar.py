@@ -1,0 +1,113 @@
+"""CIFAR-10's own files: cifar-10-batches-py (pickles) and cifar-10-batches-bin.
+
+Pickles can run code. Here they can't: of all that a pickle may name only what an array of numbers is made of is known, and
+for that stand classes that keep what they are given. Numpy sees nothing but bytes.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SIDE = 32
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+VALUES = 3 * SIDE * SIDE
+BATCHES = {"train": "data_batch_*", "test": "test_batch*"}
+# A batch of 10,000 pictures has 30 MB.
+MAX_BYTES = 512 * 2**20
+
+
+def find_batches(root: Path) -> Path | None:
+    """The folder of CIFAR-10's files: ``root`` or one in it."""
+    folders = (root, root / "cifar-10-batches-py", root / "cifar-10-batches-bin")
+    return next((folder for folder in folders if any(folder.glob(BATCHES["train"]))), None)
+
+
+def read_batches(folder: Path, split: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Pictures (n, 32, 32, 3) and labels (n,) of "train" or "test", in the order of the files."""
+    paths = sorted(path for path in folder.glob(BATCHES[split]) if path.is_file())
+    if not paths:
+        raise FileNotFoundError(f"`data_dir`: {folder} has no {BATCHES[split]}")
+    pictures, labels = zip(*map(_read_batch, paths), strict=True)
+    channels_first = np.concatenate(pictures).reshape(-1, 3, SIDE, SIDE)
+    return channels_first.transpose(0, 2, 3, 1), np.concatenate(labels)
+
+
+def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it is larger than the limit of {MAX_BYTES // 2**20} MiB")
+        read = _read_binary if path.suffix == ".bin" else _read_pickle
+        pictures, labels = read(path)
+        if len(pictures) != len(labels) or not len(labels):
+            raise ValueError(f"it has {len(pictures):,} pictures and {len(labels):,} labels")
+        # In 8 bits a label beyond the classes could become another one.
+        beyond = np.setdiff1d(labels, range(len(CLASSES)))
+        if len(beyond):
+            raise ValueError(f"labels must be 0 to {len(CLASSES) - 1}, got {beyond[0]}")
+    except Exception as error:  # damaged pickles raise errors of nearly any type
+        reason = "it is cut off" if isinstance(error, EOFError) else str(error)
+        raise ValueError(f"`data_dir`: {path} is no batch of CIFAR-10: {reason}") from error
+    return pictures, labels.astype(np.uint8)
+
+
+def _read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """A byte of the label, then 3,072 of the picture."""
+    content = np.fromfile(path, np.uint8)
+    if len(content) % (1 + VALUES):
+        raise ValueError(f"{len(content):,} bytes are no multiple of {1 + VALUES:,}")
+    rows = content.reshape(-1, 1 + VALUES)
+    return rows[:, 1:], rows[:, 0]
+
+
+class _Kept:
+    """In the place of numpy's array and dtype: keeps what a pickle would make them of."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _latin(text: str, encoding: str) -> bytes:
+    """How Python 3 writes bytes into pickles that Python 2 could read."""
+    return text.encode("latin-1")
+
+
+KNOWN = {
+    ("numpy.core.multiarray", "_reconstruct"): _Kept,
+    ("numpy._core.multiarray", "_reconstruct"): _Kept,
+    ("numpy", "ndarray"): _Kept,
+    ("numpy", "dtype"): _Kept,
+    ("_codecs", "encode"): _latin,
+}
+
+
+# The one in Python: the one in C takes memory for as many values as a file claims to have.
+class _Unpickler(pickle._Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in KNOWN:
+            raise ValueError(f"it names {module}.{name}, of which no code is run"[:100])
+        return KNOWN[module, name]
+
+
+def _read_pickle(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    with path.open("rb") as file:
+        content = _Unpickler(file, encoding="bytes").load()
+    if not isinstance(content, dict):
+        raise ValueError("it holds no mapping")
+    fields = {key.decode() if isinstance(key, bytes) else key: content[key] for key in content}
+    array, labels = fields.get("data"), fields.get("labels")
+    if not isinstance(array, _Kept) or not isinstance(labels, list):
+        raise ValueError("it has no 'data' and 'labels'")
+    _, shape, kind, by_columns, content = array.state
+    if kind.arguments[0] not in ("u1", b"u1") or len(shape) != 2 or shape[1] != VALUES:
+        raise ValueError(f"its pictures must be 8 bits and {VALUES:,} values each")
+    pictures = np.frombuffer(content, np.uint8).reshape(shape, order="F" if by_columns else "C")
+    if not all(type(label) is int for label in labels):
+        raise ValueError("its labels must be whole numbers")
+    return pictures, np.array(labels)
