@@ -9,6 +9,7 @@ An image may have tokens before its H * W: whatever exceeds them is a prefix (a 
 """
 
 import contextlib
+import functools
 import math
 from typing import Any
 
@@ -23,11 +24,13 @@ from softfree.layers.landmarks import (
     Landmarks,
     Size,
     create_sampler,
+    is_ordinary,
     pooled_share,
 )
 from softfree.layers.multihead import (
     MultiHeadAttention,
     check_heads,
+    check_image,
     check_size,
     check_tokens,
     query_projection,
@@ -43,6 +46,7 @@ from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.value_conv import value_conv
 
 LEARNED = "learned"
+KERNELS = ("auto", "triton")  # backends
 
 
 class SoftHeads(nn.Module):
@@ -348,10 +352,14 @@ class SoftAttention(SoftHeads):
         source = x if context is None else context
         if self.q is not None and context is None:
             raise ValueError("context: this layer was built with context_dim, give the tokens")
-        check_tokens(x, source, mask, self.proj.in_features, self.qv.in_features)
-        check_size(size, source.shape[1], self.sequence, self.volume)
-        if context is None and mask is None and size is not None and self._is_one_operator(x):
-            return self._attend_at_once(x, (size[0], size[1]))
+        if context is None and mask is None and isinstance(x, Tensor):
+            dim = self.num_heads * self.head_dim
+            check_image(x.shape, size, dim, self.sequence, self.volume)
+            if size is not None and self._is_one_operator(x):
+                return self._attend_at_once(x, (size[0], size[1]))
+        else:
+            check_tokens(x, source, mask, self.proj.in_features, self.qv.in_features)
+            check_size(size, source.shape[1], self.sequence, self.volume)
         k, v = self.qv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
         q = None
         if self.q is not None:
@@ -363,26 +371,28 @@ class SoftAttention(SoftHeads):
 
     def _is_one_operator(self, x: Tensor) -> bool:
         """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
-        conv: Any = self.value_conv
-        if self.volume or (self.dropout and self.training):
+        if self.volume or (self.dropout and self.training) or self.backend not in KERNELS:
             return False
-        if not are_plain((self.qv, nn.Linear), (self.proj, nn.Linear), (conv, ValueConv)):
+        parts = self._modules  # as attributes they would be looked for in three places each
+        qv: Any = parts["qv"]
+        conv: Any = parts.get("value_conv")
+        sampler: Any = parts["sampler"]
+        if not are_plain((qv, nn.Linear), (parts["proj"], nn.Linear), (conv, ValueConv)):
             return False
-        if not self._samples_in_operator():
+        if not self._samples_in_operator(sampler):
+            return False
+        filters: Tensor = conv.weight
+        if not image_attention.fits(x, filters):
             return False
         # It computes every gradient; those of frozen weights would be for nothing.
-        weights = [self.qv.weight, conv.weight]
-        if isinstance(self.sampler, ConvLandmarks):
-            weights.append(self.sampler.weight)
-        return (
-            self.backend in ("auto", "triton")
-            and image_attention.fits(x, conv.weight)
-            and (not torch.is_grad_enabled() or all(w.requires_grad for w in weights))
+        return not torch.is_grad_enabled() or (
+            qv.weight.requires_grad
+            and filters.requires_grad
+            and (self.query_norm or sampler.weight.requires_grad)
         )
 
-    def _samples_in_operator(self) -> bool:
+    def _samples_in_operator(self, sampler: Any) -> bool:
         """Whether landmarks are means of normed queries, or the papers' of queries as they are."""
-        sampler: Any = self.sampler
         if self.query_norm:
             return is_plain(sampler, AverageLandmarks)
         return (
@@ -394,27 +404,29 @@ class SoftAttention(SoftHeads):
         )
 
     def _attend_at_once(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        sampler: Any = self.sampler
-        conv: Any = self.value_conv
+        parts: Any = self._modules
+        qv, proj, sampler = parts["qv"], parts["proj"], parts["sampler"]
         grid, window, pooling = sampler.windows_and_pooling(x, size)
-        scale, weight, norm, eps = self._scale(x.device), None, None, 0.0
-        if self.query_norm:
-            scale = torch.ones(self.num_heads, device=x.device) if scale is None else scale
-        else:
+        width: Tensor | None = self.log_bandwidth
+        weight, norm_weight, norm_bias, eps = None, None, None, 0.0
+        if not self.query_norm:
             weight = sampler.weight.view(self.head_dim, self.head_dim, *window)
-            norm, eps = sampler.norm, sampler.norm.eps
+            norm_weight, norm_bias, eps = sampler.norm.weight, sampler.norm.bias, sampler.norm.eps
+        elif width is None:
+            make = _log_bandwidths if is_ordinary(x) else _log_bandwidths.__wrapped__
+            width = make(self.num_heads, self.bandwidth, x.device)
         return image_attention.image_attention(
             x,
             image_attention.Weights(
-                self.qv.weight,
-                self.qv.bias,
-                scale,
+                qv.weight,
+                qv.bias,
+                width,
                 weight,
-                None if norm is None else norm.weight,
-                None if norm is None else norm.bias,
-                conv.weight,
-                self.proj.weight,
-                self.proj.bias,
+                norm_weight,
+                norm_bias,
+                parts["value_conv"].weight,
+                proj.weight,
+                proj.bias,
             ),
             pooling,
             grid,
@@ -425,6 +437,13 @@ class SoftAttention(SoftHeads):
             normalize=self.normalize,
             inverse=self.inverse_settings,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _log_bandwidths(num_heads: int, bandwidth: float, device: torch.device) -> Tensor:
+    """A bandwidth that is not learned, as one that is: the log of it for each head, float32."""
+    with torch.inference_mode(False):  # what is kept here may serve in training later
+        return torch.full((num_heads,), math.log(bandwidth), device=device)
 
 
 class ValueConv(nn.Module):

@@ -10,6 +10,7 @@ and gives landmarks (batch, heads, m, head_dim) with a mask (batch, m), or None 
 Tokens before the ``H * W`` (``T * H * W``) tokens of the image, such as a class token, are prefix tokens.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -119,10 +120,7 @@ class _WindowLandmarks(nn.Module):
 
     def layout(self, tokens: int, size: AnySize) -> tuple[int, Grid, Grid]:
         """How many of the tokens are a prefix, the grid of the others, and a window of it."""
-        if size is None or (self.stride == 1 and self.count is None):
-            # A sequence; or each token is a window, wherever it stands, prefix tokens included.
-            return 0, (1, tokens), (1, self.stride)
-        return tokens - math.prod(size), size, (self.stride,) * len(size)
+        return _layout(self.stride, self.count, tokens, size)
 
     def windows_and_pooling(
         self, x: Tensor, size: tuple[int, int]
@@ -131,15 +129,8 @@ class _WindowLandmarks(nn.Module):
 
         The matrix is (landmarks, windows); None: there are no more windows than landmarks.
         """
-        tokens = x.shape[1]
-        prefix, grid, window = self.layout(tokens, size)
-        if self.count is None:
-            return grid, window, None
-        single = prefix if self.stride == 1 else 0
-        make = pooling_matrix if _is_ordinary(x) else pooling_matrix.__wrapped__
-        pooling = make(single, window_grid(grid, window), self.count, x.device)
-        # Where each token is a window, prefix tokens are the first windows.
-        return ((1, tokens) if self.stride == 1 else grid), window, pooling
+        make = _windows_and_pooling if is_ordinary(x) else _windows_and_pooling.__wrapped__
+        return make(self.stride, self.count, x.shape[1], size, x.device)
 
     def forward(self, q: Tensor, size: AnySize, mask: Tensor | None = None) -> Sampled:
         prefix, grid, window = self.layout(q.shape[2], size)
@@ -157,6 +148,26 @@ class _WindowLandmarks(nn.Module):
                 present = landmark_mask.new_ones(q.shape[0], prefix) if real is None else real
                 landmark_mask = torch.cat([present, landmark_mask], 1)
         return landmarks, landmark_mask
+
+
+def _layout(stride: int, count: int | None, tokens: int, size: AnySize) -> tuple[int, Grid, Grid]:
+    if size is None or (stride == 1 and count is None):
+        # A sequence; or each token is a window, wherever it stands, prefix tokens included.
+        return 0, (1, tokens), (1, stride)
+    return tokens - math.prod(size), size, (stride,) * len(size)
+
+
+@functools.lru_cache(maxsize=256)
+def _windows_and_pooling(
+    stride: int, count: int | None, tokens: int, size: tuple[int, int], device: torch.device
+) -> tuple[Any, Any, Tensor | None]:
+    prefix, grid, window = _layout(stride, count, tokens, size)
+    if count is None:
+        return grid, window, None
+    single = prefix if stride == 1 else 0
+    pooling = pooling_matrix(single, window_grid(grid, window), count, device)
+    # Where each token is a window, prefix tokens are the first windows.
+    return ((1, tokens) if stride == 1 else grid), window, pooling
 
 
 class AverageLandmarks(_WindowLandmarks):
@@ -387,7 +398,7 @@ def _mask_windows(mask: Tensor, grid: Grid, window: Grid) -> Tensor:
     return windows(mask[:, None, :, None], grid, window)[:, 0, :, :, 0]
 
 
-def _is_ordinary(x: Tensor) -> bool:
+def is_ordinary(x: Tensor) -> bool:
     """Whether what is made for ``x`` may be kept for others: no tracer's tensor, without numbers, or a graph's."""
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return False

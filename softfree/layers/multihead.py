@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softfree.layers.landmarks import AnySize, Size
+from softfree.ops.shared.memo import computed_once
 
 
 class MultiHeadAttention(nn.Module):
@@ -128,11 +129,7 @@ def check_tokens(
     for name, tokens, channels in (("x", x, dim), ("context", source, context_dim or dim)):
         if not isinstance(tokens, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tokens).__name__}")
-        if tokens.ndim != 3 or tokens.shape[2] != channels or tokens.shape[1] == 0:
-            raise ValueError(
-                f"{name} must have shape (batch, tokens, {channels}) with at least one token, "
-                f"got {tuple(tokens.shape)}"
-            )
+        _check_shape(name, tokens.shape, channels)
     if source.shape[0] != x.shape[0]:
         raise ValueError(f"context must have x's batch {x.shape[0]}, got {source.shape[0]}")
     if mask is None:
@@ -144,6 +141,23 @@ def check_tokens(
         raise ValueError(
             f"mask must have shape {tuple(source.shape[:2])}, one value per token, "
             f"got {tuple(mask.shape)}"
+        )
+
+
+@computed_once
+def check_image(
+    shape: torch.Size, size: AnySize, channels: int, sequence: bool, volume: bool
+) -> None:
+    """As :func:`check_tokens` and :func:`check_size`, of the shape of tokens that attend to themselves without a mask."""
+    _check_shape("x", shape, channels)
+    check_size(size, shape[1], sequence, volume)
+
+
+def _check_shape(name: str, shape: torch.Size, channels: int) -> None:
+    if len(shape) != 3 or shape[2] != channels or shape[1] == 0:
+        raise ValueError(
+            f"{name} must have shape (batch, tokens, {channels}) with at least one token, "
+            f"got {tuple(shape)}"
         )
 
 

@@ -9,7 +9,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def are_plain(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
     """Whether all these modules, each with its kind, are plain."""
-    return all(is_plain(module, kind) for module, kind in parts)
+    for module, kind in parts:  # noqa: SIM110  (a generator would be called for each)
+        if not is_plain(module, kind):
+            return False
+    return True
 
 
 def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:

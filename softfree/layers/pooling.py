@@ -4,7 +4,6 @@ Bin i of n values goes from floor(i n / bins) to ceil((i + 1) n / bins), as in `
 product it works with masks, and at sizes that an exporter does not know.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -104,7 +103,6 @@ def pool_segments(
     return weights[:, None] @ torch.where(mask[:, None, :, None], x, 0), inside.any(-1)
 
 
-@functools.lru_cache(maxsize=64)
 def pooling_matrix(
     single: int, grid: tuple[int, ...], count: int, device: torch.device
 ) -> Tensor | None:

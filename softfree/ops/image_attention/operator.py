@@ -11,6 +11,7 @@ are normed where they lie, and landmarks are means of their windows.
 Registered as ``softfree::image_attention``, for half precision on a GPU.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,8 @@ class Weights(NamedTuple):
     """The layer's parameters.
 
     qv_weight, qv_bias: of the projection to queries, which are the keys too, and values.
-    query_scale: (heads,), float32: queries are normed, see :func:`softfree.ops.query_norm.query_norm`, and
-        landmarks are means of windows. None: landmarks by the next three.
+    log_bandwidth: (heads,): queries are normed, see :func:`softfree.ops.query_norm.query_norm`, divided by the
+        bandwidth, and landmarks are means of windows. None: landmarks by the next three.
     landmark_weight: (d, d, down, across), see :func:`softfree.ops.window_product.window_product`.
     norm_weight, norm_bias: of the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
     value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`.
@@ -43,7 +44,7 @@ class Weights(NamedTuple):
 
     qv_weight: Tensor
     qv_bias: Tensor | None
-    query_scale: Tensor | None
+    log_bandwidth: Tensor | None
     landmark_weight: Tensor | None
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -80,6 +81,11 @@ class Places(NamedTuple):
 
     def before_image(self, n: int) -> int:
         return n - self.height * self.width
+
+    def share(self, landmarks: int) -> float:
+        """Landmarks over windows, see :func:`softfree.layers.landmarks.pooled_share`."""
+        down, across = window_product.window_grid(self.grid, self.window)
+        return landmarks / (down * across)
 
 
 class Kept(NamedTuple):
@@ -132,13 +138,15 @@ def image_attention(
     """
     dtype = autocast_dtype(x)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
-    weights = weights._replace(
-        qv_weight=weights.qv_weight.to(dtype), proj_weight=weights.proj_weight.to(dtype)
-    )
+    if not x.dtype == weights.qv_weight.dtype == weights.proj_weight.dtype == dtype:
+        x = x.to(dtype)
+        weights = weights._replace(
+            qv_weight=weights.qv_weight.to(dtype), proj_weight=weights.proj_weight.to(dtype)
+        )
     head_dim = x.shape[2] // weights.value_weight.shape[0]
     settings = AttentionSettings(head_dim**-0.5, normalize, inverse)
     places = Places(*grid, *size, *window)
-    return FORWARD(x.to(dtype), weights, pooling, places, eps, landmark_norm, settings, keep)[0]
+    return FORWARD(x, weights, pooling, places, eps, landmark_norm, settings, keep)[0]
 
 
 def fits(x: Tensor, value_weight: Tensor) -> bool:
@@ -161,28 +169,153 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The result and, to ``keep``, what its gradient needs; else None."""
-    from softfree.ops.attention.kernels import launch
-
-    height, width = places.height, places.width
-    before_image = places.before_image(x.shape[1])
     qv = _linear(x.contiguous(), weights.qv_weight, weights.qv_bias)
-    q, v = _split(qv, weights)
-    sampled, deviations = _sample(q, weights, places)
-    landmarks, _ = _landmarks(sampled, weights, pooling, eps, landmark_norm)
-    by_head, inverse, u = launch.forward(Inputs(q, None, v, landmarks), settings)
-    out, values = _merge(by_head), _merge(v)
-    image = _after(before_image, out, 1)
-    share = _share(pooling)
-    value_conv.convolve(
-        _after(before_image, values, 1), weights.value_weight, image, image, height, width,
-        base_scale=share,
+    filters, windows = weights.value_weight, weights.landmark_weight
+    plan = _plan(
+        qv.shape, qv.dtype, qv.device, filters.shape, None if windows is None else windows.shape,
+        places, None if pooling is None else pooling.shape[0], settings, keep,
     )  # fmt: skip
-    if before_image:
-        out[:, :before_image].mul_(share).add_(values[:, :before_image])
+    room = plan.room.empty(qv.device)
+    sampled = torch.empty(plan.sampled, dtype=qv.dtype, device=qv.device)
+    deviations = inverse = u = room
+    if keep:
+        deviations, inverse, u = (
+            torch.empty(sizes, dtype=torch.float32, device=qv.device)
+            for sizes in (plan.deviations, plan.inverse, plan.u)
+        )
+    if windows is None:
+        sampler = _of(weights.log_bandwidth).contiguous()
+    else:
+        sampler = window_product.matrices(windows, qv)
+    plan.sample(qv, sampled, sampler, room, deviations)
+    landmarks, _ = _landmarks(sampled, weights, pooling, eps, landmark_norm)
+    if plan.attend is None:
+        out, inverse, u = _attend(qv, landmarks, filters, places, settings)
+    else:
+        out = torch.empty(plan.out, dtype=qv.dtype, device=qv.device)
+        plan.attend(qv, landmarks, out, room, filters.contiguous(), inverse, u)
+    first = places.before_image(out.shape[1])
+    if first:
+        values = qv[:, :first, out.shape[2] :]
+        out[:, :first].mul_(places.share(landmarks.shape[2])).add_(values)
     if keep:
         return _project(out, weights), qv, out, sampled, deviations, inverse, u
-    del qv, q, v, values, image, by_head  # their memory is free for the result
+    del qv, room, sampled, deviations, landmarks, inverse, u  # their memory is free for the result
     return _project(out, weights), *(LEFT_OUT,) * len(Kept._fields)
+
+
+class _Plan(NamedTuple):
+    """The launches of a forward pass, the memory they need, and the sizes of what they write.
+
+    sample: of the projection, what is sampled, the log of the bandwidth (or the matrices of the landmarks' weight),
+        room and deviations.
+    attend: of the projection, landmarks, the result, room, the values' filters, inverse and u. None: there are
+        too many landmarks for one program.
+    """
+
+    sample: Any
+    attend: Any
+    room: Any
+    sampled: tuple[int, ...]
+    deviations: tuple[int, ...]
+    out: tuple[int, ...]
+    inverse: tuple[int, ...]
+    u: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    size: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    filters: torch.Size,
+    windows: torch.Size | None,
+    places: Places,
+    pooled: int | None,
+    settings: AttentionSettings,
+    keep: bool,
+) -> _Plan:
+    """From sizes and settings alone; what is not to be ``keep``-t has its place in the room."""
+    from softfree.ops.attention.kernels import launch
+    from softfree.ops.shared.launching import Chain, Part, Room, Step
+
+    qv, sampled, sampler, deviations = Part(0), Part(1), Part(2), Part(4)
+    landmarks, out, value_weight, inverse, u = Part(1), Part(2), Part(4), Part(5), Part(6)
+    room = Room(3)
+    q, v = _split(torch.empty(size, dtype=dtype, device="meta"), filters[0])
+    batch, heads, n, d = q.shape
+    token = q.stride(2) * dtype.itemsize  # bytes from one to the next
+    counts = window_product.window_grid(places.grid, places.window)
+    count = counts[0] * counts[1] if pooled is None else pooled
+    means = (batch, heads, counts[0] * counts[1], d)
+    rows = (n * heads * d, heads * d)  # strides of the result, by samples and tokens
+    call = launch.remembered_call(
+        (q.shape, None, v.shape, torch.Size((batch, heads, count, d))), (False, False), dtype, device,
+        settings, ("q", "keys", "v", "x"), (q.stride(), q.stride(), v.stride(), (rows[0], d, rows[1], 1)),
+    )  # fmt: skip
+    plan = _Plan(
+        Chain([]), Chain([]) if call.shape.fused else None, room, means,
+        (batch, heads, n) if windows is None else (0,), (batch, n, heads * d), call.inverse, call.sums,
+    )  # fmt: skip
+    if batch == 0:
+        return plan
+    before = places.before_grid(n)
+    of_grid = Part(0, before * token)
+    if windows is None:
+        if not keep:
+            deviations = room.part(plan.deviations)
+
+        def norm(tokens: int, *where: Any) -> Any:
+            sizes = torch.Size((batch, heads, tokens, d))
+            return query_norm.norm_launch(sizes, q.stride(), q.stride(), n, *where, True)
+
+        after = deviations._replace(offset=deviations.offset + 4 * before)
+        run = norm(n - before, places.grid, places.window, True)
+        steps: list[Step] = [(run, (of_grid, sampler, of_grid, after, sampled))]
+        if before:
+            run = norm(before, (1, before), (1, 1), False)
+            steps.append((run, (qv, sampler, qv, deviations, sampled)))
+    else:
+        run = window_product.forward_launch(
+            torch.Size(means), dtype, device, windows, *places.grid, q.stride()
+        )
+        steps = [(run, (of_grid, sampler, sampled))]
+    plan = plan._replace(sample=Chain(steps))
+    if plan.attend is None:
+        return plan
+    if not keep:
+        inverse, u = room.part(plan.inverse), room.part(plan.u)
+    values = Part(0, size[2] // 2 * dtype.itemsize)
+    # Masks there are none; what stands in their place is not read.
+    steps = call.forward_steps((qv, qv, values, landmarks, qv, qv), out, inverse, u, room)
+    first = places.before_image(n)
+    image = Part(2, first * rows[1] * dtype.itemsize)
+    band_size, write_band, run = value_conv.launches(
+        torch.Size((batch, n - first, heads * d)), filters, (n * size[2], size[2], *rows, *rows),
+        places.height, places.width, places.share(count), True, False,
+    )  # fmt: skip
+    band = room.part(band_size, dtype)
+    values = values._replace(offset=values.offset + first * token)
+    steps += [(write_band, (value_weight, band)), (run, (values, band, image, image))]
+    return plan._replace(attend=Chain(steps))
+
+
+def _attend(
+    qv: Tensor, landmarks: Tensor, filters: Tensor, places: Places, settings: AttentionSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The attention to landmarks too many for one program, with the convolution of the values."""
+    from softfree.ops.attention.kernels import launch
+
+    q, v = _split(qv, filters.shape[0])
+    by_head, inverse, u = launch.forward(Inputs(q, None, v, landmarks), settings)
+    out = _merge(by_head)
+    first = places.before_image(qv.shape[1])
+    image = _after(first, out, 1)
+    value_conv.convolve(
+        _after(first, _merge(v), 1), filters, image, image, places.height, places.width,
+        base_scale=places.share(landmarks.shape[2]),
+    )  # fmt: skip
+    return out, inverse, u
 
 
 def _fake(x, weights, pooling, places, eps, landmark_norm, settings, keep):
@@ -190,11 +323,11 @@ def _fake(x, weights, pooling, places, eps, landmark_norm, settings, keep):
     if not keep:
         return result, *(x.new_empty(0) for _ in Kept._fields)
     qv = x.new_empty(*x.shape[:2], weights.qv_weight.shape[0])
-    q, v = _split(qv, weights)
+    q, v = _split(qv, weights.value_weight.shape[0])
     down, across = window_product.window_grid(places.grid, places.window)
     sampled = q.new_empty(*q.shape[:2], down * across, q.shape[3])
-    deviations = q.new_empty(0)
-    if weights.query_scale is not None:
+    deviations = q.new_empty(0, dtype=torch.float32)
+    if weights.log_bandwidth is not None:
         deviations = query_norm.inverse_deviations(q)
     landmarks = sampled if pooling is None else sampled[:, :, : pooling.shape[0]]
     out, inverse, u = attention.fake(Inputs(q, None, v, landmarks), settings, "triton")
@@ -212,7 +345,7 @@ def _backward(
     landmark_norm: bool,
     settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of weight and bias of qv, scale, landmarks, norm (both), values, and weight and bias of proj.
+    """Gradients of x, of weight and bias of qv, bandwidth, landmarks, norm (both), values, and weight and bias of proj.
 
     Those of the biases are in float32; what the layer does not have is empty.
     """
@@ -220,9 +353,9 @@ def _backward(
 
     height, width = places.height, places.width
     before_image = places.before_image(x.shape[1])
-    q, v = _split(kept.qv, weights)
+    q, v = _split(kept.qv, weights.value_weight.shape[0])
     grad_qv = torch.empty(kept.qv.shape, dtype=kept.qv.dtype, device=kept.qv.device)
-    grad_q, grad_v = _split(grad_qv, weights)
+    grad_q, grad_v = _split(grad_qv, weights.value_weight.shape[0])
     grad_out, grad_proj_weight, grad_proj_bias = _linear_backward(
         grad, kept.out, weights.proj_weight
     )
@@ -232,19 +365,19 @@ def _backward(
         by_head, Inputs(q, None, v, landmarks), kept.inverse, kept.u, settings,
         into=(grad_q, grad_v),
     )  # fmt: skip
-    share = _share(pooling)
-    grad_scale = None
+    share = places.share(landmarks.shape[2])
+    grad_width = None
     if pooling is not None:
         grad_landmarks.mul_(share)
     if landmark_norm:
-        grad_scale = query_norm.write_gradient(
-            grad_landmarks, landmarks, _of(weights.query_scale), deviations, None, grad_landmarks,
-            (1, landmarks.shape[2]), (1, 1),
+        grad_width = query_norm.write_gradient(
+            grad_landmarks, landmarks, _of(weights.log_bandwidth), _of(deviations), None, grad_landmarks,
+            (1, landmarks.shape[2]), (1, 1), log=True,
         )  # fmt: skip
     if pooling is not None:
         grad_landmarks = pooling.T.to(landmarks.dtype) @ grad_landmarks
     grad_sampler = _sample_backward(
-        grad_landmarks, grad_scale, grad_q, q, kept, weights, places, share, eps
+        grad_landmarks, grad_width, grad_q, q, kept, weights, places, share, eps
     )
     values, grad_values = _merge(v), _merge(grad_v)
     grad_value_weight = value_conv.write_gradient(
@@ -270,12 +403,12 @@ def _fake_backward(grad, x, weights, *_):
         return weight.new_empty(weight.shape[0], dtype=torch.float32)
 
     none = x.new_empty(0)
-    normed = weights.query_scale is not None
+    normed = weights.log_bandwidth is not None
     return (
         like(x),
         like(weights.qv_weight),
         bias_of(weights.qv_weight),
-        like(weights.query_scale) if normed else none,
+        like(weights.log_bandwidth) if normed else none,
         none.clone() if normed else like(weights.landmark_weight),
         none.clone() if normed else weights.norm_weight.new_empty(2, *weights.norm_weight.shape),
         like(weights.value_weight),
@@ -297,13 +430,13 @@ def _gradient(ctx: Any, grad, *_):
     saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
     fields = 1 + len(Weights._fields)
     weights, pooling, kept = Weights(*saved[1:fields]), saved[fields], Kept(*saved[fields + 1 :])
-    x, qv_weight, qv_bias, scale, landmark_weight, norms, value_weight, proj_weight, proj_bias = (
+    x, qv_weight, qv_bias, width, landmark_weight, norms, value_weight, proj_weight, proj_bias = (
         BACKWARD(grad, saved[0], weights, pooling, kept, *ctx.settings)
     )
     sampler = (
         (None, landmark_weight, *norms.unbind())
-        if weights.query_scale is None
-        else (scale, None, None, None)
+        if weights.log_bandwidth is None
+        else (width, None, None, None)
     )
     qv_bias, proj_bias = (
         None if bias is None else found.to(bias.dtype)
@@ -353,7 +486,7 @@ def _project(out: Tensor, weights: Weights) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    return F.linear(x, weight, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
 
 
 def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,9 +496,8 @@ def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, T
     return grad_x, rows.T @ x.reshape(-1, x.shape[2]), column_sums(rows)
 
 
-def _split(qv: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+def _split(qv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Queries and values by head, (batch, heads, n, d) each, where they lie."""
-    heads = weights.value_weight.shape[0]
     batch, n, both = qv.shape
     q, v = qv.view(batch, n, 2, heads, both // heads // 2).transpose(1, 3).unbind(2)
     return q, v
@@ -381,35 +513,9 @@ def _merge(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).flatten(2)
 
 
-def _sample(q: Tensor, weights: Weights, places: Places) -> tuple[Tensor, Tensor]:
-    """Windows' products or means, and what the queries were divided by, which are normed in place for means."""
-    before = places.before_grid(q.shape[2])
-    of_grid = _after(before, q, 2)
-    if weights.query_scale is None:
-        return window_product.forward(
-            of_grid, _of(weights.landmark_weight), *places.grid
-        ), q.new_empty(0)
-    scale, deviations = weights.query_scale, query_norm.inverse_deviations(q)
-    means = query_norm.norm(
-        of_grid,
-        scale,
-        of_grid,
-        _after(before, deviations, 2),
-        places.grid,
-        places.window,
-        means=True,
-    )
-    if before:
-        first = q[:, :, :before]
-        query_norm.norm(
-            first, scale, first, deviations[:, :, :before], (1, before), (1, 1), means=False
-        )
-    return means, deviations
-
-
 def _sample_backward(
     grad_landmarks: Tensor,
-    grad_scale: Tensor | None,
+    grad_width: Tensor | None,
     grad_q: Tensor,
     q: Tensor,
     kept: Kept,
@@ -420,12 +526,12 @@ def _sample_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Write the gradient of the projection's queries over that of what was compared, ``grad_q``.
 
-    Returns the gradients of scale (added to what it has so far), landmarks' weight and norm; empty where there is
-    none.
+    Returns the gradients of the log of the bandwidth (added to what it has so far), landmarks' weight and norm; empty
+    where there is none.
     """
     before, none = places.before_grid(q.shape[2]), q.new_empty(0)
     of_grid, grad_of_grid = _after(before, q, 2), _after(before, grad_q, 2)
-    if weights.query_scale is None:
+    if weights.log_bandwidth is None:
         grad_products, grad_norm = norm.landmark_backward(
             grad_landmarks, kept.sampled, _of(weights.norm_weight), _of(weights.norm_bias),
             q.shape[3] ** -0.25, eps,
@@ -437,28 +543,28 @@ def _sample_backward(
         if before:
             grad_q[:, :, :before].mul_(share)
         return none, grad_weight, grad_norm
-    scale = weights.query_scale
+    width = weights.log_bandwidth
     through_queries = query_norm.write_gradient(
-        grad_of_grid, of_grid, scale, _after(before, kept.deviations, 2), grad_landmarks,
-        grad_of_grid, places.grid, places.window, kept=share,
+        grad_of_grid, of_grid, width, _after(before, kept.deviations, 2), grad_landmarks,
+        grad_of_grid, places.grid, places.window, kept=share, log=True,
     )  # fmt: skip
     if before:
         first, grad_first = q[:, :, :before], grad_q[:, :, :before]
         through_queries += query_norm.write_gradient(
-            grad_first, first, scale, kept.deviations[:, :, :before], None, grad_first,
-            (1, before), (1, 1), kept=share,
+            grad_first, first, width, kept.deviations[:, :, :before], None, grad_first,
+            (1, before), (1, 1), kept=share, log=True,
         )  # fmt: skip
-    if grad_scale is not None:
-        through_queries += grad_scale
-    return through_queries, none, none.clone()
+    if grad_width is not None:
+        through_queries += grad_width
+    return through_queries.to(width.dtype), none, none.clone()
 
 
 def _landmarks(
     sampled: Tensor, weights: Weights, pooling: Tensor | None, eps: float, landmark_norm: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """The landmarks and, of those that are normed, 1 over their deviations."""
     landmarks = sampled
-    if weights.query_scale is None:
+    if weights.log_bandwidth is None:
         landmarks = norm.landmark_forward(
             sampled,
             _of(weights.norm_weight),
@@ -469,11 +575,11 @@ def _landmarks(
     if pooling is not None:
         landmarks = pooling.to(landmarks.dtype) @ landmarks
     if not landmark_norm:
-        return landmarks, sampled.new_empty(0)
+        return landmarks, None
     normed, deviations = torch.empty_like(landmarks), query_norm.inverse_deviations(landmarks)
     query_norm.norm(
-        landmarks, _of(weights.query_scale), normed, deviations, (1, normed.shape[2]), (1, 1),
-        means=False,
+        landmarks, _of(weights.log_bandwidth), normed, deviations, (1, normed.shape[2]), (1, 1),
+        means=False, log=True,
     )  # fmt: skip
     return normed, deviations
 
@@ -482,8 +588,3 @@ def _of(weight: Tensor | None) -> Tensor:
     """A weight that the form of the landmarks has."""
     assert weight is not None
     return weight
-
-
-def _share(pooling: Tensor | None) -> float:
-    """Landmarks over windows, see :func:`softfree.layers.landmarks.pooled_share`."""
-    return 1.0 if pooling is None else pooling.shape[0] / pooling.shape[1]

@@ -14,14 +14,25 @@ from softfree.ops.norm.kernels import norm_gradient, norm_rows
 
 
 @triton.jit
+def load_scale(p_scale, LOG: tl.constexpr):
+    b_scale = tl.load(p_scale).to(tl.float32)
+    if LOG:
+        b_scale = tl.exp(-b_scale)
+    return b_scale
+
+
+@triton.jit
 def query_norm_kernel(
     p_q, p_scale, p_out, p_inverse, p_means,
     windows, rows, columns, heads, height, width, channels, inverse_stride,
     q_batch, q_head, q_token, out_batch, out_head, out_token, eps,
-    DOWN: tl.constexpr, ACROSS: tl.constexpr, MEANS: tl.constexpr,
+    LOG: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, MEANS: tl.constexpr,
     WINDOWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of windows,). Writes n, 1 / deviation (heads of all samples, tokens) and, with ``MEANS``, L."""
+    """Grid (tiles of windows,). Writes n, 1 / deviation (heads of all samples, tokens) and, with ``MEANS``, L.
+
+    With ``LOG``, what is given in the place of s is -log(s).
+    """
     first_window = tl.program_id(0) * WINDOWS
     within = tl.arange(0, WINDOWS * TOKENS)
     window = first_window + within // TOKENS
@@ -31,7 +42,7 @@ def query_norm_kernel(
     top = window // columns % rows * DOWN
     left = window % columns * ACROSS
     channel = tl.arange(0, BLOCK_D)
-    b_scale = tl.load(p_scale + head)
+    b_scale = load_scale(p_scale + head, LOG)
     b_sum = tl.zeros((WINDOWS, BLOCK_D), tl.float32)
     for first_token in range(0, DOWN * ACROSS, TOKENS):
         token = first_token + within % TOKENS
@@ -64,13 +75,13 @@ def query_norm_backward_kernel(
     p_g, p_normed, p_scale, p_inverse, p_dmeans, p_dq, p_dscale,
     rows, columns, heads, height, width, channels, inverse_stride,
     g_batch, g_head, g_token, n_batch, n_head, n_token, dq_batch, dq_head, dq_token, kept,
-    DOWN: tl.constexpr, ACROSS: tl.constexpr, MEANS: tl.constexpr,
+    LOG: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, MEANS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads of all samples, tiles of tokens). Writes dq and its part of ds, (heads of all samples, tiles).
 
     The gradient of n is ``kept`` times g and, with ``MEANS``, what L passes on to the tokens of its window. dq may
-    be where g is.
+    be where g is. With ``LOG``, -log(s) is given in the place of s, and its gradient is written in that of ds.
     """
     row = tl.program_id(0)
     tile = tl.program_id(1)
@@ -91,7 +102,7 @@ def query_norm_backward_kernel(
         b_dmean = tl.load(p_tile, mask=exists, other=0.0).to(tl.float32)
         there = tl.minimum(height - down * DOWN, DOWN) * tl.minimum(width - across * ACROSS, ACROSS)
         b_g += b_dmean / tl.maximum(there, 1).to(tl.float32)[:, None]  # none beyond the last token
-    scale = tl.load(p_scale + head)
+    scale = load_scale(p_scale + head, LOG)
     n_place = sample * n_batch + head * n_head + token.to(tl.int64) * n_token
     b_normed = tl.load(p_normed + n_place[:, None] + channel[None, :], mask=exists, other=0.0)
     b_normed = b_normed.to(tl.float32) / scale
@@ -101,4 +112,7 @@ def query_norm_backward_kernel(
     dq_place = sample * dq_batch + head * dq_head + token.to(tl.int64) * dq_token
     p_tile = p_dq + dq_place[:, None] + channel[None, :]
     tl.store(p_tile, b_dq.to(p_dq.dtype.element_ty), mask=exists)
-    tl.store(p_dscale + row * tl.num_programs(1) + tile, tl.sum(b_g * b_normed))
+    dscale = tl.sum(b_g * b_normed)
+    if LOG:
+        dscale *= -scale
+    tl.store(p_dscale + row * tl.num_programs(1) + tile, dscale)

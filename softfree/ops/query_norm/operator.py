@@ -4,6 +4,7 @@ Registered as ``softfree::query_norm``, for half precision on a GPU; everything 
 :mod:`softfree.ops.image_attention` norms in place, with the means of windows that landmarks are made of.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -96,39 +97,67 @@ def inverse_deviations(q: Tensor) -> Tensor:
 
 
 def norm(
-    q: Tensor, scale: Tensor, out: Tensor, inverse: Tensor, grid: Grid, window: Grid, *, means: bool
+    q: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    inverse: Tensor,
+    grid: Grid,
+    window: Grid,
+    *,
+    means: bool,
+    log: bool = False,
 ) -> Tensor:
     """Write normed queries into ``out``, which may be ``q`` itself, and what they were divided by.
 
     Args:
         q, out: (batch, heads, H * W, d).
-        scale: (heads,), float32.
+        scale: (heads,); with ``log`` that of the radius over sqrt(d), its sign changed: the log of the bandwidth.
         inverse: (batch, heads, H * W), float32: 1 over the deviation.
         grid: (H, W).
         window: (down, across).
         means: whether to return the windows' means, (batch, heads, windows, d); those at the border are of
             the tokens that are there.
     """
-    from softfree.ops.query_norm.kernels import query_norm_kernel
-    from softfree.ops.shared.launching import launch
-
     batch, heads, _, d = q.shape
     rows, columns = window_grid(grid, window)
-    windows = batch * heads * rows * columns
     averages = q.new_empty((batch, heads, rows * columns, d) if means else 0)
-    if windows > 0:
-        tokens = min(64, power_of_two(window[0] * window[1]))
-        at_once = max(1, ELEMENTS // (tokens * block(d)))
-        launch(
-            query_norm_kernel, (tiles_of(windows, at_once),), (q, scale, out, inverse, averages),
-            (
-                windows, rows, columns, heads, *grid, d,
-                inverse.stride(1), *q.stride()[:3], *out.stride()[:3], EPS,
-            ),
-            DOWN=window[0], ACROSS=window[1], MEANS=means,
-            WINDOWS=at_once, TOKENS=tokens, BLOCK_D=block(d), num_warps=4,
-        )  # fmt: skip
+    if batch * heads * rows * columns > 0:
+        run = norm_launch(
+            q.shape, q.stride(), out.stride(), inverse.stride(1), grid, window, means, log
+        )
+        run(q, scale, out, inverse, averages)
     return averages
+
+
+@functools.lru_cache(maxsize=1024)
+def norm_launch(
+    size: torch.Size,
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    inverse_stride: int,
+    grid: Grid,
+    window: Grid,
+    means: bool,
+    log: bool,
+) -> Any:
+    """What :func:`norm` launches, with q, scale, out, inverse and the means."""
+    from softfree.ops.query_norm.kernels import query_norm_kernel
+    from softfree.ops.shared.launching import Launch
+
+    batch, heads, _, d = size
+    rows, columns = window_grid(grid, window)
+    windows = batch * heads * rows * columns
+    tokens = min(64, power_of_two(window[0] * window[1]))
+    at_once = max(1, ELEMENTS // (tokens * block(d)))
+    return Launch(
+        query_norm_kernel, (tiles_of(windows, at_once),),
+        (
+            windows, rows, columns, heads, *grid, d,
+            inverse_stride, *strides[:3], *out_strides[:3], EPS,
+        ),
+        LOG=log, DOWN=window[0], ACROSS=window[1], MEANS=means,
+        WINDOWS=at_once, TOKENS=tokens, BLOCK_D=block(d), num_warps=4,
+    )  # fmt: skip
 
 
 def write_gradient(
@@ -141,32 +170,48 @@ def write_gradient(
     grid: Grid,
     window: Grid,
     kept: float = 1.0,
+    log: bool = False,
 ) -> Tensor:
-    """Write the gradient of ``q`` into ``grad_q``, which may be ``grad`` itself; return that of ``scale``.
+    """Write the gradient of ``q`` into ``grad_q``, which may be ``grad`` itself; return that of ``scale``, in float32.
 
     The gradient of the normed queries is ``kept * grad`` and what the means of their windows pass on.
     """
-    from softfree.ops.query_norm.kernels import query_norm_backward_kernel
-    from softfree.ops.shared.launching import launch
-
-    batch, heads, n, d = normed.shape
-    rows, columns = window_grid(grid, window)
-    at_once = min(ELEMENTS // block(d), power_of_two(n))
-    parts = torch.empty(
-        (batch, heads, tiles_of(n, at_once)), dtype=torch.float32, device=grad.device
-    )
+    run, sizes = _gradient_launch(
+        normed.shape, (grad.stride(), normed.stride(), grad_q.stride()), inverse.stride(1), grid,
+        window, grad_means is not None, float(kept), log,
+    )  # fmt: skip
+    parts = torch.empty(sizes, dtype=torch.float32, device=grad.device)
     if parts.numel() > 0:
-        launch(
-            query_norm_backward_kernel, (batch * heads, parts.shape[2]),
-            (
-                grad, normed, scale, inverse,
-                grad if grad_means is None else grad_means.contiguous(), grad_q, parts,
-            ),
-            (
-                rows, columns, heads, *grid, d, inverse.stride(1),
-                *grad.stride()[:3], *normed.stride()[:3], *grad_q.stride()[:3], kept,
-            ),
-            DOWN=window[0], ACROSS=window[1], MEANS=grad_means is not None,
-            ROWS=at_once, BLOCK_D=block(d), num_warps=4,
-        )  # fmt: skip
+        means = grad if grad_means is None else grad_means.contiguous()
+        run(grad, normed, scale, inverse, means, grad_q, parts)
     return parts.sum((0, 2))
+
+
+@functools.lru_cache(maxsize=1024)
+def _gradient_launch(
+    size: torch.Size,
+    strides: tuple[tuple[int, ...], ...],
+    inverse_stride: int,
+    grid: Grid,
+    window: Grid,
+    means: bool,
+    kept: float,
+    log: bool,
+) -> tuple[Any, tuple[int, int, int]]:
+    """Of :func:`write_gradient`, and the sizes of the parts of the scale's gradient."""
+    from softfree.ops.query_norm.kernels import query_norm_backward_kernel
+    from softfree.ops.shared.launching import Launch
+
+    batch, heads, n, d = size
+    at_once = min(ELEMENTS // block(d), power_of_two(n))
+    tiles = tiles_of(n, at_once)
+    run = Launch(
+        query_norm_backward_kernel, (batch * heads, tiles),
+        (
+            *window_grid(grid, window), heads, *grid, d, inverse_stride,
+            *(stride for tensor in strides for stride in tensor[:3]), kept,
+        ),
+        LOG=log, DOWN=window[0], ACROSS=window[1], MEANS=means,
+        ROWS=at_once, BLOCK_D=block(d), num_warps=4,
+    )  # fmt: skip
+    return run, (batch, heads, tiles)

@@ -118,7 +118,7 @@ class Chain:
 
     def __init__(self, steps: Sequence[Step]):
         self.steps = steps
-        self.kernels = {id(run.kernel): run.kernel for run, _ in steps}.values()
+        self.kernels = [*{id(run.kernel): run.kernel for run, _ in steps}.values()]
         self.compiled: dict[tuple, list[tuple]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -126,13 +126,19 @@ class Chain:
         addresses = [*map(_address, tensors)]
         key = (gpu, _alignment(addresses), *map(_dtype, tensors))
         compiled = self.compiled.get(key)
-        if compiled is None or _hooked() or any(kernel.pre_run_hooks for kernel in self.kernels):
+        if compiled is None or _hooked() or self._hooked():
             self._one_by_one(key, tensors)
             return
         stream = _stream(gpu)
         for run, grid, settings, places, rest in compiled:
             parts = [addresses[number] + offset for number, offset in places]
             run(*grid, stream, *settings, *parts, *rest)
+
+    def _hooked(self) -> bool:
+        for kernel in self.kernels:  # noqa: SIM110  (a generator would be called for each)
+            if kernel.pre_run_hooks:
+                return True
+        return False
 
     def _one_by_one(self, key: tuple, tensors: Sequence[Tensor]) -> None:
         compiled = []

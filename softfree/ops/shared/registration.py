@@ -74,7 +74,6 @@ def register(
     result = kinds.pop("return")
     forms = [_form(kind) for kind in kinds.values()]
     leading = sum(map(_is_tensors, kinds.values()))
-    records = any(form is not None for form in forms[:leading])
 
     def with_records(flat: Sequence) -> tuple:
         values = iter(flat)
@@ -189,7 +188,12 @@ def register(
             return operator(*flatten(*inputs))
         if _C._are_functorch_transforms_active():
             return Transformable.apply(*flatten(*inputs))
-        tensors = flatten(*inputs[:leading]) if records else inputs[:leading]
+        tensors: list[Tensor | None] = []
+        for value in inputs[:leading]:  # as flatten does, whose calls cost more than all this
+            if isinstance(value, tuple):
+                tensors += value
+            else:
+                tensors.append(value)
         if _observed(tensors):
             return operator(*flatten(*inputs))
         if forward_ad._current_level >= 0:

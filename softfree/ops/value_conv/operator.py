@@ -140,7 +140,7 @@ def convolve(
     if out.numel() == 0:
         return
     strides = (*v.stride()[:2], *added.stride()[:2], *out.stride()[:2])
-    band_shape, write_band, run = _launches(
+    band_shape, write_band, run = launches(
         v.shape, weight.shape, strides, height, width, base_scale, base is not None, flip
     )
     band = torch.empty(band_shape, dtype=v.dtype, device=v.device)
@@ -149,7 +149,7 @@ def convolve(
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(
+def launches(
     size: torch.Size,
     filters: torch.Size,
     strides: tuple[int, ...],

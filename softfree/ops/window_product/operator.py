@@ -125,13 +125,15 @@ def empty_result(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
 def forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
     out = empty_result(q, weight, height, width)
     if out.numel() > 0:
-        run = _launch(out.shape, out.dtype, out.device, weight.shape, height, width, q.stride())
-        run(q, _matrices(weight, q), out)
+        run = forward_launch(
+            out.shape, out.dtype, out.device, weight.shape, height, width, q.stride()
+        )
+        run(q, matrices(weight, q), out)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(size, dtype, device, weight_size, height, width, strides) -> Any:
+def forward_launch(size, dtype, device, weight_size, height, width, strides) -> Any:
     """Of the product, from sizes alone."""
     from softfree.ops.shared.launching import Launch
     from softfree.ops.window_product.kernels import window_product_kernel
@@ -184,7 +186,7 @@ def _token_gradient(
     tile = _tile("tokens", grad, weight, grad.device)
     launch(
         window_product_token_kernel, (_tiles(grad, tile),),
-        (grad, _matrices(weight, grad_q), grad_q),
+        (grad, matrices(weight, grad_q), grad_q),
         (*_sizes(grad, weight, height, width), *grad_q.stride()[:3], kept), ADD=kept != 0, **_options(tile, grad_q, weight),
     )  # fmt: skip
 
@@ -233,7 +235,7 @@ BACKWARD = register("window_product_backward", _backward, _fake_backward, flops=
 FORWARD = register("window_product", forward, empty_result, _setup, _gradient, flops)
 
 
-def _matrices(weight: Tensor, q: Tensor) -> Tensor:
+def matrices(weight: Tensor, q: Tensor) -> Tensor:
     """The weight as (window, d_in, d_out), of q's dtype."""
     matrices = weight.flatten(2).permute(2, 1, 0)
     return torch.empty(matrices.shape, dtype=q.dtype, device=q.device).copy_(matrices)

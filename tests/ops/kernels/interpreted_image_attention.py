@@ -36,17 +36,18 @@ CASES = [
     (2, 16, 2, 3, (9, 8), 1, True, "average:6"),
     (2, 16, 4, 3, (9, 8), 0, True, "average, normed"),
     (2, 16, 2, 3, (9, 8), 1, True, "average:6, normed"),
+    (2, 16, 2, 3, (5, 4), 0, True, "average, of a given width"),
 ]
 
 
 def sampling(landmarks: str) -> dict[str, object]:
     """Settings of a layer with such landmarks."""
-    spec, _, normed = landmarks.partition(", ")
+    spec, _, also = landmarks.partition(", ")
     if spec.startswith("conv"):
         return dict(landmarks=spec)
     return dict(
-        landmarks=spec, query_norm=True, bandwidth="learned", inverse="solve",
-        landmark_norm=bool(normed),
+        landmarks=spec, query_norm=True, inverse="solve", landmark_norm=also == "normed",
+        bandwidth=1.4 if also == "of a given width" else "learned",
     )  # fmt: skip
 
 
@@ -71,7 +72,7 @@ def errors(case: tuple) -> dict[str, float]:
     if landmarks.startswith("conv"):
         torch.nn.init.normal_(layer.sampler.norm.weight, 1, 0.2)
         torch.nn.init.normal_(layer.sampler.norm.bias, 0, 0.2)
-    else:
+    elif layer.log_bandwidth is not None:
         torch.nn.init.uniform_(layer.log_bandwidth, -0.3, 0.3)
     layer.half()
     x = torch.randn(2, prefix + size[0] * size[1], heads * d).half()
