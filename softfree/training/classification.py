@@ -48,6 +48,7 @@ from softfree.models.checks import (
 )
 from softfree.models.metadata import check_arguments, check_buildable
 from softfree.models.registry import is_ours
+from softfree.models.views import AS_IS, AveragedClassifier, Views
 from softfree.training import checkpoint, distributed
 from softfree.training.distributed import Processes
 from softfree.training.engine import PictureTask
@@ -677,6 +678,7 @@ def score_classifier(
     data: ImageDataset | ResidentImages,
     img_size: int,
     processes: Processes,
+    views: Views = AS_IS,
     **reading: Any,
 ) -> tuple[dict[str, float], list[Unreadable]]:
     """Scores and throughput at one size, over the pictures of all processes, and what could not be read here.
@@ -684,6 +686,8 @@ def score_classifier(
     ``preparation`` is a checkpoint's metadata; ``reading`` are keywords of :func:`evaluation`.
     """
     set_input_size(network, img_size)
+    if views != AS_IS:
+        network = AveragedClassifier(network, views)
     normalize = Normalize(preparation["mean"], preparation["std"])
     samples = data if isinstance(data, ImageDataset) else range(len(data))
     if isinstance(data, ImageDataset):

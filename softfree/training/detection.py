@@ -6,7 +6,7 @@ Detection.load("OUTPUT/best", device)   -> model, metadata
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 from torch.utils.data import Subset
+from torchvision.ops import batched_nms
 
 from softfree.data.classification import has_fewer
 from softfree.data.detection import (
@@ -32,6 +33,7 @@ from softfree.data.drawing import Tile, in_turn, objects_tile
 from softfree.data.images import part_readable
 from softfree.models.checks import check_at_least, check_grouped, check_model_name
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
+from softfree.models.views import AS_IS, Views, mirror
 from softfree.training.coco_metrics import MASK_THRESHOLD, CocoMetrics
 from softfree.training.dense import (
     SMALL_BACKBONE,
@@ -339,18 +341,82 @@ def evaluate_detector(
 
 
 def collect_detections(
-    model: nn.Module, batches: Iterable[DetectionBatch], data: CocoDetection, masks: bool
+    model: nn.Module,
+    batches: Iterable[DetectionBatch],
+    data: CocoDetection,
+    masks: bool,
+    views: Views = AS_IS,
 ) -> CocoMetrics:
     """What the detector finds in the batches of this process, to be scored."""
     metrics = CocoMetrics(data.annotations, data.category_ids, masks=masks)
     for batch in batches:
         if batch.image_ids:
-            metrics.update(batch.image_ids, detect(model, batch.images))
+            metrics.update(batch.image_ids, detect(model, batch.images, views))
     return metrics
 
 
-def detect(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    """What the detector finds in 8-bit pictures (3, H, W); those it sees at one size go through it together.
+def detect(
+    model: nn.Module, images: Sequence[Tensor], views: Views = AS_IS
+) -> list[dict[str, Tensor]]:
+    """What the detector finds in 8-bit pictures (3, H, W).
+
+    Of what it finds in several views of a picture, the most certain of those that overlap is kept, by the
+    detector's own limits.
+    """
+    if views == AS_IS:
+        return _detect_once(model, images)
+    # One by one: masks of many views of many pictures would take gigabytes.
+    return [_merge(model, _detect_views(model, image, views)) for image in images]
+
+
+def _detect_views(model: nn.Module, image: Tensor, views: Views) -> Iterator[dict[str, Tensor]]:
+    """What is found in each view of a picture, in the picture's own coordinates."""
+    transform: Any = model.transform
+    usual = transform.min_size[-1], transform.max_size
+    try:
+        for scale, mirrored in views:
+            set_size(model, *(max(1, round(side * scale)) for side in usual))
+            [found] = _detect_once(model, [mirror(image) if mirrored else image])
+            yield mirror_objects(found, image.shape[-1]) if mirrored else found
+    finally:
+        set_size(model, *usual)
+
+
+def mirror_objects(found: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """What was found in the mirror image of a picture of this width, as it lies in the picture."""
+    left, top, right, bottom = found["boxes"].unbind(1)
+    turned = {"boxes": torch.stack([width - right, top, width - left, bottom], dim=1)}
+    if "masks" in found:
+        turned["masks"] = mirror(found["masks"])
+    return {**found, **turned}
+
+
+def _merge(model: nn.Module, views: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The objects of several views of a picture, each once, the most certain first."""
+    parts = [*views]
+    every = {name: torch.cat([found[name] for found in parts]) for name in parts[0]}
+    limits: Any = getattr(model, "roi_heads", model)
+    kept = batched_nms(every["boxes"].float(), every["scores"], every["labels"], limits.nms_thresh)[
+        : limits.detections_per_img
+    ]
+    return {name: values[kept] for name, values in every.items()}
+
+
+def scaled_size(min_size: int, max_size: int, short_side: int | None) -> tuple[int, int]:
+    """Sizes for another short side: the longest side grows with it, or it would hold it down."""
+    if short_side is None:
+        return min_size, max_size
+    return short_side, round(short_side * max_size / min_size)
+
+
+def set_size(model: nn.Module, short_side: int, max_size: int) -> None:
+    """Let a detector see pictures at this short side, the longer one at most ``max_size``."""
+    transform: Any = model.transform
+    transform.min_size, transform.max_size = (short_side,), max_size
+
+
+def _detect_once(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """Pictures that the detector sees at one size go through it together.
 
     Pictures of a batch are padded to the largest, and attention over the whole map sees the padding: what is
     found in one would depend on the sizes of the others.

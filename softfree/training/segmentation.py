@@ -31,6 +31,7 @@ from softfree.data.segmentation import (
 )
 from softfree.models.checks import check_at_least, check_model_name
 from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
+from softfree.models.views import AS_IS, Views
 from softfree.training.classification import Normalize
 from softfree.training.dense import (
     SMALL_BACKBONE,
@@ -276,6 +277,7 @@ def evaluate_segmenter(
     num_classes: int,
     processes: Processes,
     window: int = 0,
+    views: Views = AS_IS,
 ) -> tuple[dict[str, float], list[float]]:
     """mIoU and pixel accuracy in percent, over the pictures of all processes, and the IoU of each class.
 
@@ -289,7 +291,8 @@ def evaluate_segmenter(
     with any_sizes():
         for batch in batches:
             for images, class_maps in _same_sizes(batch):
-                classes = predict_classes(model, normalize(images), class_maps.shape[1:], window)
+                size = class_maps.shape[1:]
+                classes = predict_classes(model, normalize(images), size, window, views)
                 confusion.update(classes, class_maps)
     counts = confusion.compute().cpu().double()
     overlap = counts.diag()
@@ -309,13 +312,22 @@ def _same_sizes(batch: SegmentationBatch) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def predict_classes(
-    model: nn.Module, image: Tensor, size: Sequence[int], window: int = 0
+    model: nn.Module, image: Tensor, size: Sequence[int], window: int = 0, views: Views = AS_IS
 ) -> Tensor:
-    """The class of every pixel, (batch, *size) int64, from normalised pictures (batch, 3, H, W)."""
-    logits = segment(model, image, window or None)
-    if logits.shape[-2:] != tuple(size):
-        logits = F.interpolate(logits, size=tuple(size), mode="bilinear")
-    return logits.argmax(1)
+    """The class of every pixel, (batch, *size) int64, from normalised pictures (batch, 3, H, W).
+
+    Over several views the probabilities are averaged, as MMSegmentation does.
+    """
+    total: Tensor | None = None
+    for shown, turn_back in views.show(image):
+        scores = turn_back(segment(model, shown, window or None))
+        if scores.shape[-2:] != tuple(size):
+            scores = F.interpolate(scores, size=tuple(size), mode="bilinear")
+        if len(views) > 1:
+            scores = scores.softmax(1)
+        total = scores if total is None else total + scores
+    assert total is not None
+    return total.argmax(1)
 
 
 def _cross_entropy(logits: Tensor, classes: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -62,6 +62,11 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     assert "AP50" in capsys.readouterr().out
     with pytest.raises(ValueError, match="`split` test: the embedded shapes have train and val"):
         validate.main(["detection", *best, "--workers", "0", "--split", "test"])
+    sizes = ["--short-side", "64", "--tta", "--tta-scales", "0.5", "1"]
+    assert validate.main(["detection", *best, "--workers", "0", *sizes]) == 0
+    assert f"{out / 'best'}, at 0.5 1, mirrored" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="`max_size` must be at least 1, got 0"):
+        validate.main(["detection", *best, "--workers", "0", "--max-size", "0"])
 
     # So that a detector after two steps may have something to show.
     drawn, any_score = tmp_path / "drawn", ["--min-score", "0"]
@@ -74,6 +79,8 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     [path] = drawn.iterdir()
     assert min(Image.open(path).size) >= 384
 
+    assert predict.main([str(picture), *best, "--json", "--tta", *any_score]) == 0
+    assert "objects" in json.loads(capsys.readouterr().out)
     # Of the truth's ids, without boxes as corners.
     truth = shape_annotations(1, split="train")
     truth["images"][0].update(id=139, file_name="street.png")
@@ -163,6 +170,10 @@ def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
     assert "triangle" in printed
     with pytest.raises(ValueError, match="`split` test: the embedded shapes have train and val"):
         validate.main(["segmentation", *best, "--workers", "0", "--split", "test"])
+    views = ["--tta", "--tta-scales", "0.5", "1.5"]
+    assert validate.main(["segmentation", *best, "--workers", "0", *views]) == 0
+    assert predict.main([str(picture), *best, "--json", *views]) == 0
+    assert "at 0.5 1.5, mirrored" in capsys.readouterr().out
     drawn = tmp_path / "drawn"
     assert predict.main([str(picture), *best, "--draw", str(drawn), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[0])

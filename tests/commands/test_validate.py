@@ -44,6 +44,18 @@ def test_scores_are_those_of_the_run_and_reach_the_file(trained, tmp_path, capsy
     assert "top-1 %" in out and f"{best:.2f}" in out
 
 
+def test_mirrored_pictures_count_too_if_asked_for(trained, tmp_path, capsys):
+    losses = []
+    for views in ([], ["--tta"], ["--tta", "--tta-scales", 1, 2]):
+        file = tmp_path / f"{len(losses)}.csv"
+        assert run("--checkpoint", trained / "best", "--csv", file, *views) == 0
+        [row] = csv.DictReader(file.open(newline=""))
+        losses.append(float(row["loss"]))
+    assert len(set(losses)) == 3
+    assert (row["tta"], row["tta_scales"], row["samples"]) == ("True", "1.0 2.0", "360")
+    assert "best, at 1 2, mirrored" in capsys.readouterr().out
+
+
 def test_the_checkpoint_is_named_as_it_is(trained, tmp_path, capsys):
     path = tmp_path / "a folder [with brackets]" / ("x" * 80)
     shutil.copytree(trained / "best", path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 pytest.importorskip("faster_coco_eval")
 
 from softfree.data.detection import load_detection
+from softfree.models.views import Views
 from softfree.training.detection import (
     RECIPES,
     Detection,
@@ -255,3 +257,64 @@ def test_losses_have_short_names_in_the_log(tmp_path, detector, names):
     total, losses = task.train_step(task.build_model(), batch)
     assert losses.keys() == names
     torch.testing.assert_close(total, sum(losses.values()))
+
+
+class Finder(torch.nn.Module):
+    """Finds one object, where the picture is not black; sure of it by how far to the left it lies."""
+
+    nms_thresh, detections_per_img = 0.5, 2
+
+    def __init__(self):
+        super().__init__()
+        self.transform = SimpleNamespace(min_size=(40,), max_size=80)
+        self.seen = []
+
+    def forward(self, images):
+        self.seen.append((*self.transform.min_size, self.transform.max_size))
+        return [self.find(image[0] > 0) for image in images]
+
+    def find(self, there):
+        top, left = there.nonzero().amin(0).tolist()
+        bottom, right = (1 + there.nonzero().amax(0)).tolist()
+        return {
+            "boxes": torch.tensor([[left, top, right, bottom]]).float(),
+            "labels": torch.tensor([1]),
+            "scores": torch.tensor([1 - left / there.shape[1]]),
+            "masks": there[None, None].float(),
+        }
+
+
+@pytest.fixture
+def spot():
+    image = torch.zeros(3, 30, 50, dtype=torch.uint8)
+    image[:, 4:9, 30:41] = 255
+    return image
+
+
+def test_what_is_found_in_a_mirror_image_lies_where_it_is(spot):
+    model = Finder()
+    [plain] = detect(model, [spot])
+    [merged] = detect(model, [spot], Views(mirrored=True))
+    # Once, and as sure as in the view that was surest: the object is 9 pixels from the right.
+    assert merged["scores"].tolist() == pytest.approx([1 - 9 / 50])
+    assert plain["scores"].tolist() == pytest.approx([1 - 30 / 50])
+    for name in ("boxes", "labels", "masks"):
+        assert torch.equal(merged[name], plain[name]), name
+
+
+def test_views_of_other_sizes_leave_the_detector_as_it_was(spot):
+    model = Finder()
+    detect(model, [spot, spot], Views((0.5, 1.0), mirrored=True))
+    assert model.seen == [(20, 40), (20, 40), (40, 80), (40, 80)] * 2
+    assert (model.transform.min_size, model.transform.max_size) == ((40,), 80)
+
+
+def test_no_more_objects_are_kept_of_all_views_than_of_one(spot):
+    class Restless(Finder):
+        def find(self, there):
+            found = super().find(there)
+            found["boxes"] += 100 * len(self.seen)
+            return found
+
+    [merged] = detect(Restless(), [spot], Views((0.5, 1.0, 2.0)))
+    assert len(merged["boxes"]) == 2

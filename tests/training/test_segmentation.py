@@ -10,6 +10,7 @@ pytest.importorskip("segmentation_models_pytorch")
 pytest.importorskip("torchmetrics")
 
 from softfree.data.segmentation import IGNORE, SegmentationBatch, load_segmentation
+from softfree.models.views import Views
 from softfree.training.classification import Normalize
 from softfree.training.distributed import Processes
 from softfree.training.engine import train
@@ -199,3 +200,39 @@ def test_pictures_of_one_size_are_evaluated_together():
 def test_windows_give_a_class_for_every_pixel():
     image = torch.ones(1, 3, 40, 56)
     assert predict_classes(Reader(), image, (40, 56), window=16).unique().tolist() == [1]
+
+
+class Painted(nn.Module):
+    """Gives pixels of a picture's first two channels as logits, at a quarter of its size; the right half is doubted."""
+
+    def __init__(self, doubt=0.0):
+        super().__init__()
+        self.doubt = doubt
+
+    def forward(self, images):
+        logits = nn.functional.avg_pool2d(images, 4)[:, :2].clone()
+        logits[:, 0, :, logits.shape[-1] // 2 :] -= self.doubt
+        return logits
+
+
+def test_mirrored_views_of_a_symmetric_segmenter_change_nothing():
+    image = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+    plain = predict_classes(Painted(), image, (40, 60))
+    assert 0.1 < plain.float().mean() < 0.9
+    assert torch.equal(
+        predict_classes(Painted(), image, (40, 60), views=Views(mirrored=True)), plain
+    )
+
+
+@pytest.mark.parametrize("doubt, expected", [(3.0, 1), (1.5, 0)])
+def test_probabilities_of_views_are_averaged_at_their_places(doubt, expected):
+    """The picture speaks for class 0 by 1; each half is doubted in one of the two views."""
+    image = torch.zeros(1, 3, 32, 32)
+    image[:, 0] = 1.0
+    plain = predict_classes(Painted(doubt), image, (32, 32))
+    outer = [*range(12), *range(20, 32)]  # interpolation has the middle
+    assert plain[0, 0, outer].tolist() == [0] * 12 + [1] * 12
+    merged = predict_classes(Painted(doubt), image, (32, 32), views=Views(mirrored=True))
+    assert merged[..., outer].eq(expected).all()
+    views = Views((0.5, 1.0, 2.0), mirrored=True)
+    assert predict_classes(Painted(), image, (32, 32), views=views).eq(0).all()

@@ -40,6 +40,7 @@ from softfree.data.images import (
     printable,
 )
 from softfree.models.export import load_onnx
+from softfree.models.views import Views
 from softfree.training.checkpoint import read_metadata
 from softfree.training.devices import choose_device
 
@@ -69,6 +70,8 @@ def predict(
     annotations: Path | None = None,
     draw: Path | None = None,
     img_size: int | None = None,
+    tta: bool = False,
+    tta_scales: tuple[float, ...] = (),
     batch_size: int = 16,
     device: str = "auto",
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
@@ -93,6 +96,8 @@ def predict(
         draw: also write each picture with what was seen in it into this folder.
         img_size: side of the square that a classifier sees, the shorter side for the others; otherwise that of the
             training.
+        tta: test-time augmentation: show each picture mirrored, too, and merge what comes out.
+        tta_scales: test-time augmentation: show each picture at several times its size, e.g. 0.75 1 1.25.
         batch_size: pictures at a time.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
         as_json: print JSON lines and no table, for programs.
@@ -114,7 +119,7 @@ def predict(
     paths = find_pictures(pictures)
     if task not in known:
         raise ValueError(f"{source} is of the task {task!r}; predict knows {', '.join(known)} here")
-    options = {}
+    options: dict[str, Any] = {"views": Views.of(tta, tta_scales)}
     if min_score is not None:
         if task != "detection":
             raise ValueError(f"--min-score is for detectors; {source} is of the task {task!r}")

@@ -13,6 +13,7 @@ from softfree.analysis.predictions import draw_classes
 from softfree.commands.predict.base import LISTED, Listing
 from softfree.models.export import load_onnx
 from softfree.models.metadata import PICTURES, check_fields
+from softfree.models.views import AS_IS, AveragedClassifier, Views
 from softfree.training.classification import (
     Classification,
     Normalize,
@@ -29,7 +30,12 @@ class Classifier:
     titles: Sequence[str] = ("likeliest", "probability", "then")
 
     def __init__(
-        self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int | None = None
+        self,
+        checkpoint: Path,
+        device: torch.device,
+        img_size: int | None,
+        topk: int | None = None,
+        views: Views = AS_IS,
     ):
         self.model, metadata = (
             load_onnx(checkpoint)
@@ -44,6 +50,8 @@ class Classifier:
         self.prepare: Callable[[Image.Image], Tensor] = eval_transform(metadata, img_size)
         if img_size is not None:
             set_input_size(self.model, img_size)
+        if views != AS_IS:
+            self.model = AveragedClassifier(self.model, views)
 
     def predict(self, inputs: list[Tensor]) -> list[dict[str, Any]]:
         images = torch.stack(inputs).to(self.device)

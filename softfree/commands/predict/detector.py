@@ -13,8 +13,9 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from softfree.commands.predict.base import LISTED, Listing
 from softfree.data.coco import encode_masks
 from softfree.data.drawing import colour, draw_objects, enlarged, masks_at, save
+from softfree.models.views import AS_IS, Views
 from softfree.training.coco_metrics import MASK_THRESHOLD
-from softfree.training.detection import Detection, detect
+from softfree.training.detection import Detection, detect, scaled_size, set_size
 
 
 class ObjectDetector:
@@ -29,9 +30,10 @@ class ObjectDetector:
         img_size: int | None,
         topk: int | None = None,
         min_score: float = 0.5,
+        views: Views = AS_IS,
     ):
         self.model, metadata = Detection.load(checkpoint, device)
-        self.min_score = min_score
+        self.min_score, self.views = min_score, views
         self.device = device
         self.class_names = ["background", *metadata["class_names"]]
         # Checkpoints of 0.1 do not have them.
@@ -42,18 +44,16 @@ class ObjectDetector:
             )
         self.category_ids = dict(zip(self.class_names[1:], ids, strict=True))
         self.topk = topk
-        if img_size is not None:
-            # The longest side that the model sees grows with the shortest, or it would hold it down.
-            arguments, transform = metadata["arguments"], self.model.transform
-            transform.min_size = (img_size,)  # type: ignore[union-attr]
-            transform.max_size = round(img_size * arguments["max_size"] / arguments["min_size"])  # type: ignore[union-attr]
+        arguments = metadata["arguments"]
+        set_size(self.model, *scaled_size(arguments["min_size"], arguments["max_size"], img_size))
 
     def prepare(self, picture: Image.Image) -> Tensor:
         return pil_to_tensor(picture)
 
     def predict(self, inputs: list[Tensor]) -> list[dict[str, Any]]:
         with torch.inference_mode():
-            detections = detect(self.model, [image.to(self.device) for image in inputs])
+            images = [image.to(self.device) for image in inputs]
+            detections = detect(self.model, images, self.views)
         return [self._result(found) for found in detections]
 
     def _result(self, found: dict[str, Tensor]) -> dict[str, Any]:

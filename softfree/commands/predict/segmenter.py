@@ -21,6 +21,7 @@ from softfree.data.drawing import (
     save,
     with_legend,
 )
+from softfree.models.views import AS_IS, Views
 from softfree.training.classification import Normalize
 from softfree.training.segmentation import Segmentation, predict_classes
 
@@ -31,13 +32,19 @@ class Segmenter:
     titles: Sequence[str] = ("classes, share of the picture",)
 
     def __init__(
-        self, checkpoint: Path, device: torch.device, img_size: int | None, topk: int | None = None
+        self,
+        checkpoint: Path,
+        device: torch.device,
+        img_size: int | None,
+        topk: int | None = None,
+        views: Views = AS_IS,
     ):
         self.model, metadata = Segmentation.load(checkpoint, device)
         self.device = device
         self.class_names = metadata["class_names"]
         self.topk = topk
-        self.short_side = metadata["short_side"] if img_size is None else img_size
+        side = metadata["short_side"] if img_size is None else img_size
+        self.short_side, self.views = views.loaded_at(side)
         self.window = metadata["window"]
         self.normalize = Normalize(metadata["mean"], metadata["std"])
 
@@ -50,9 +57,8 @@ class Segmenter:
         results = []
         for image, size in inputs:
             with torch.inference_mode():
-                classes = predict_classes(
-                    self.model, self.normalize(image[None].to(self.device)), size, self.window
-                )
+                pixels = self.normalize(image[None].to(self.device))
+                classes = predict_classes(self.model, pixels, size, self.window, self.views)
             results.append(self._result(classes[0].cpu().numpy()))
         return results
 

@@ -13,6 +13,7 @@ from softfree.analysis import describe_environment
 from softfree.commands.common import check_output, check_positive, save_rows
 from softfree.data.images import Unreadable
 from softfree.models.checks import check_at_least
+from softfree.models.views import Views
 from softfree.training.devices import AmpDtype
 from softfree.training.distributed import Processes, gather, join_processes
 from softfree.training.settings import WORKERS
@@ -90,6 +91,32 @@ class Validation(ABC):
                     console.print(scores.line, markup=False, soft_wrap=not console.is_terminal)
                 save_rows(self.csv, scores.rows, describe_environment(processes.device))
         return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PictureValidation(Validation):
+    """Options of every task on pictures."""
+
+    tta: bool = False
+    """test-time augmentation: show each picture mirrored, too, and merge what comes out"""
+    tta_scales: tuple[float, ...] = ()
+    """test-time augmentation: show each picture at several times its size, e.g. 0.75 1 1.25"""
+
+    @property
+    def views(self) -> Views:
+        """How pictures are shown to the model."""
+        return Views.of(self.tta, self.tta_scales)
+
+    @property
+    def subject(self) -> str:
+        scales = " ".join(f"{scale:g}" for scale in self.views.scales)
+        shown = [f"at {scales}"] * (scales != "1") + ["mirrored"] * self.tta
+        return ", ".join([super().subject, *shown])
+
+    @property
+    def row(self) -> dict[str, Any]:
+        views = self.views
+        return {**super().row, "tta": self.tta, "tta_scales": " ".join(map(str, views.scales))}
 
 
 def check_classes(checkpoint: Path, known: Sequence[str], given: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from softfree.commands.common import check_positive, make_table
-from softfree.commands.validate.base import Scores, Validation, check_classes
+from softfree.commands.validate.base import PictureValidation, Scores, check_classes
 from softfree.data.classification import load_images
 from softfree.data.images import ImageDataset, Unreadable
 from softfree.data.resident import ResidentImages
@@ -19,7 +19,7 @@ from softfree.training.distributed import Processes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidateClassification(Validation):
+class ValidateClassification(PictureValidation):
     """Top-1 and top-5 accuracy, loss and throughput on the validation pictures."""
 
     checkpoint: Path
@@ -77,7 +77,7 @@ class ValidateClassification(Validation):
         table = make_table(["img size", "top-1 %", "top-5 %", "loss", "pictures", "img/s"])
         for size in self.img_size or (metadata["img_size"],):
             scores, skipped = score_classifier(
-                network, metadata, pictures, size, processes, **self.reading
+                network, metadata, pictures, size, processes, self.views, **self.reading
             )
             rows.append({**self.row, "img_size": size, **scores})
             unreadable += skipped

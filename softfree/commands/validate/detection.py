@@ -1,12 +1,15 @@
 """`softfree validate` for detectors."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from softfree.commands.common import check_output, make_table, write_json
-from softfree.commands.validate.base import Scores, Validation, check_classes
+from softfree.commands.validate.base import PictureValidation, Scores, check_classes
 from softfree.data.detection import collate_detection, load_split
 from softfree.data.layouts import announce
+from softfree.models.checks import check_at_least
 from softfree.training.checkpoint import data_settings
 from softfree.training.coco_metrics import FIGURES
 from softfree.training.detection import (
@@ -14,23 +17,37 @@ from softfree.training.detection import (
     DetectionDataSettings,
     collect_detections,
     for_evaluation,
+    scaled_size,
+    set_size,
 )
 from softfree.training.distributed import Processes
 from softfree.training.loading import evaluation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidateDetection(Validation):
+class ValidateDetection(PictureValidation):
     """COCO's average precision on the validation pictures: boxes, and masks for Mask R-CNN."""
 
     data_dir: str | None = None
     """folder in the layout of COCO, Roboflow, VOC or YOLO; otherwise what the checkpoint was trained on"""
     skip_bad_annotations: bool = False
     """leave out annotations that can't be used, instead of an error"""
+    short_side: int | None = None
+    """short side that pictures are resized to; otherwise as in the training"""
+    max_size: int | None = None
+    """no side becomes longer than this; otherwise as in the training, in proportion to --short-side"""
     batch_size: int = 8
     """pictures at a time"""
     results: Path | None = None
     """write what was found to this file, as COCO's own tools read it (their loadRes)"""
+
+    def _size(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
+        """The short side, and the limit of the long one."""
+        usual = arguments["min_size"], arguments["max_size"]
+        short_side, max_size = scaled_size(*usual, self.short_side)
+        max_size = max_size if self.max_size is None else self.max_size
+        check_at_least(1, short_side=short_side, max_size=max_size)
+        return short_side, max_size
 
     def score(self, processes: Processes) -> Scores:
         check_output("--results", self.results)
@@ -45,11 +62,12 @@ class ValidateDetection(Validation):
         )
         announce(data.layout, [len(data)], len(data.class_names))
         check_classes(self.checkpoint, metadata["class_names"], data.class_names)
-        arguments = metadata["arguments"]
-        pictures = for_evaluation(data, arguments["min_size"], arguments["max_size"])
+        size = self._size(metadata["arguments"])
+        set_size(model, *size)
+        pictures = for_evaluation(data, *size)
         reading = evaluation(pictures, collate_detection, processes, **self.reading)
         with reading as (batches, unreadable):
-            metrics = collect_detections(model, batches, data, masks)
+            metrics = collect_detections(model, batches, data, masks, self.views)
         scores = metrics.compute(processes)
         if processes.main and self.results is not None:
             write_json(self.results, metrics.entries())

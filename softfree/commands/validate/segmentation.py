@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 
 from softfree.commands.common import make_table
-from softfree.commands.validate.base import Scores, Validation, check_classes
+from softfree.commands.validate.base import PictureValidation, Scores, check_classes
 from softfree.data.layouts import announce
 from softfree.data.segmentation import EvalTransform, collate_pictures, load_split
 from softfree.training.checkpoint import data_settings
@@ -22,7 +22,7 @@ from softfree.training.segmentation import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidateSegmentation(Validation):
+class ValidateSegmentation(PictureValidation):
     """Mean intersection over union (mIoU) on the validation pictures, and that of each class."""
 
     data_dir: str | None = None
@@ -47,6 +47,7 @@ class ValidateSegmentation(Validation):
         announce(data.layout, [len(data)], len(names))
         check_classes(self.checkpoint, metadata["class_names"], names)
         side = metadata["short_side"] if self.short_side is None else self.short_side
+        side, views = self.views.loaded_at(side)
         data.transform = EvalTransform(side or None)
         reading = evaluation(data, collate_pictures, processes, **self.reading)
         with reading as (batches, unreadable):
@@ -57,6 +58,7 @@ class ValidateSegmentation(Validation):
                 len(names),
                 processes,
                 window=metadata["window"] if self.window is None else self.window,
+                views=views,
             )
         rows: list[dict[str, Any]] = [
             {**self.row, "class": name, "IoU": iou}
