@@ -8,7 +8,7 @@ import torch
 import softfree
 from softfree.ops.attention.reference import gaussian_kernel
 from softfree.ops.attention.settings import LEAST_SOLVE_RIDGE, SOLVE_RIDGE
-from softfree.ops.attention.solve import inverse_factor, solve, solve_backward
+from softfree.ops.attention.solve import inverse_factor, iterated_solve, solve, solve_backward
 from tests.ops.attention.problems import hard_landmarks, kernel_matrix, relative_error
 
 SETTINGS = [(1, 0.01), (2, 0.1), (2, LEAST_SOLVE_RIDGE)]
@@ -81,6 +81,8 @@ def test_float32_keeps_its_digits_on_matrices_that_are_hard_to_invert(m, order, 
         factor = inverse_factor(a.float(), ridge)
         got = r @ solve(factor, u.float(), ridge, order).double()
         assert relative_error(got, expected) < 1e-5, kind
+        exported = iterated_solve(a.float()[None], u.float()[None], ridge, order)[0].double()
+        assert relative_error(r @ exported, expected) < 1e-4, kind
 
 
 def test_the_ridge_of_an_order_is_its_own_if_none_is_given():
