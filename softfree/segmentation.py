@@ -1,5 +1,12 @@
-"""UPerNet on any timm backbone with four maps: ``softfree.segmentation.upernet("softfree_tiny", ...)``."""
+"""UPerNet, or a linear head, on any timm backbone with four maps: ``softfree.segmentation.upernet("softfree_tiny", ...)``."""
 
-from softfree.models.segmentation import UPerNet, resize_logits, segment, upernet
+from softfree.models.segmentation import (
+    Segmenter,
+    UPerNet,
+    linear,
+    resize_logits,
+    segment,
+    upernet,
+)
 
-__all__ = ["UPerNet", "resize_logits", "segment", "upernet"]
+__all__ = ["Segmenter", "UPerNet", "linear", "resize_logits", "segment", "upernet"]

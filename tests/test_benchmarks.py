@@ -134,17 +134,3 @@ def test_a_vit_is_measured_before_and_after_its_attention_is_replaced(monkeypatc
         "softmax 1 epochs", "replaced", "1 epochs later", "softmax 1 epochs later",
         "1 epochs from random weights",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("attention_name", "passes"), [("softfree", True), ("none", False)])
-def test_in_pictures_of_twins_nothing_but_the_attention_passes_from_cell_to_cell(
-    attention_name, passes
-):
-    torch.manual_seed(0)
-    model = load("twins_pictures").CellLabels(attention_name).eval()
-    images = torch.randint(256, (1, 3, 64, 64), dtype=torch.uint8)
-    other = images.clone()
-    other[..., 8:] = 0
-    first, second = (model(x)[..., 0] for x in (images, other))
-    assert first.shape == (1, 2, 8)
-    assert torch.allclose(first, second, atol=1e-6) != passes

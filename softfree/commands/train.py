@@ -34,7 +34,7 @@ SUMMARIES = {
         "Train the sequence encoder on a task of the Long Range Arena, or on twins.\n\n--task sets the defaults "
         "below to the papers' for it. At the end the step that was best on dev is tested."
     ),
-    "segmentation": "Train UPerNet: a class for every pixel.",
+    "segmentation": "Train UPerNet, or a linear head: a class for every pixel.",
 }
 PHOTO = "photo.jpg"
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again

@@ -1,4 +1,4 @@
-"""Pictures with class maps: ADE20K, Cityscapes, PASCAL VOC, plain folders, masks of objects, or the embedded shapes.
+"""Pictures with class maps: ADE20K, Cityscapes, PASCAL VOC, plain folders, masks of objects, or the embedded shapes and twins.
 
 A class map gives every pixel its class, 0 .. n - 1, or the ignore label, which counts neither in the loss
 nor in the metric.
@@ -7,7 +7,7 @@ nor in the metric.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torchvision import tv_tensors
 from torchvision.datasets import Cityscapes
 from torchvision.transforms import v2
 
-from softfree.data import detection
+from softfree.data import detection, twins
 from softfree.data.coco import decode_mask
 from softfree.data.images import (
     EXTENSIONS,
@@ -66,6 +66,8 @@ LAYOUTS = f"""\
   Roboflow    train/{ROBOFLOW_FILE}, valid/{ROBOFLOW_FILE}, with masks
   YOLO        data.yaml with names, train and val; labels/train, ... of polygons"""
 Sample = tuple[Tensor, Tensor] | Unreadable
+Embedded = Literal["shapes", "twins"]
+TWIN_SPLITS = {"train": "train", "val": "dev", "test": "test"}
 
 
 class SegmentationBatch(NamedTuple):
@@ -174,6 +176,25 @@ class ObjectSegmentation(SegmentationDataset):
         return classes
 
 
+class TwinSegmentation(SegmentationDataset):
+    """Pictures of :mod:`softfree.data.twins`: 8 x 8 cells, half of which occur twice."""
+
+    def __init__(self, split: str):
+        self.split = TWIN_SPLITS[split]
+        count = twins.COUNTS[twins.SPLITS.index(self.split)]
+        super().__init__([("", "")] * count, range(len(twins.CLASSES)))
+
+    def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
+        picture, classes = twins.draw_twin_picture(index, self.split)
+        return Image.fromarray(picture), classes
+
+    def class_map(self, index: int) -> np.ndarray:
+        return self.read(index)[1]
+
+    def name(self, index: int) -> str:
+        return f"twins {index}"
+
+
 @dataclass(frozen=True)
 class SegmentationData:
     """What a segmentation run reads."""
@@ -199,6 +220,7 @@ def load_split(
     data_dir: str | None,
     split: str,
     *,
+    dataset: Embedded = "shapes",
     ignore_label: int = IGNORE,
     skip_bad: bool = False,
     check: bool = True,
@@ -208,12 +230,15 @@ def load_split(
     """The pictures of a split, "train", "val" or "test", with their class maps, and the names of the classes.
 
     Args:
-        data_dir: a folder in one of the layouts of ``LAYOUTS``; None: the embedded shapes.
+        data_dir: a folder in one of the layouts of ``LAYOUTS``; None: an embedded set.
+        dataset: which one.
         ignore_label: value in the class maps of plain folders that stands for no class.
         skip_bad: leave out masks of objects that can't be used, instead of an error.
         check: look at every file first: sizes, and class ids beyond the classes.
         shapes, side: how many embedded pictures for training and validation, and their size.
     """
+    if data_dir is None and dataset == "twins":
+        return TwinSegmentation(split), twins.CLASSES
     if data_dir is None:
         check_embedded(split, "shapes")
         count = shapes[tuple(SPLITS).index(split)]
@@ -222,18 +247,18 @@ def load_split(
     if not root.is_dir():
         raise FileNotFoundError(f"`data_dir` {root} is no folder")
     if (root / "leftImg8bit").is_dir():
-        dataset, names = _cityscapes(root, split)
+        found, names = _cityscapes(root, split)
     elif (voc := find_voc(root, "SegmentationClass")) is not None:
-        dataset, names = _voc(voc, split)
+        found, names = _voc(voc, split)
     elif (root / "images").is_dir() and (root / "annotations").is_dir() and not has_coco(root):
-        dataset, names = _ade20k(root, split)
+        found, names = _ade20k(root, split)
     elif (root / "images").is_dir() and (root / "masks").is_dir():
-        dataset, names = _folders(root, split, ignore_label)
+        found, names = _folders(root, split, ignore_label)
     else:
         return _objects(root, split, skip_bad)
     if check:
-        check_segmentation(dataset)
-    return dataset, names
+        check_segmentation(found)
+    return found, names
 
 
 def check_segmentation(dataset: SegmentationDataset) -> None:

@@ -260,7 +260,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "longrange": ("model_kwargs", "longrange_task", "class_names"),
 }  # fmt: skip
 DENSE_ARGUMENTS = {
-    "min_size", "max_size", "width", "anchor_size", "frozen_bn", "backbone_kwargs", "head_norm",
+    "min_size", "max_size", "head", "width", "anchor_size", "frozen_bn", "backbone_kwargs", "head_norm",
     "box_batch_size_per_image", "rpn_batch_size_per_image", "rpn_pre_nms_top_n_train",
     "rpn_post_nms_top_n_train", "rpn_pre_nms_top_n_test", "rpn_post_nms_top_n_test",
 }  # fmt: skip

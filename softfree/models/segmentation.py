@@ -1,5 +1,6 @@
-"""UPerNet, segmentation-models-pytorch's, on any timm backbone with four maps; inference at any size."""
+"""UPerNet, segmentation-models-pytorch's, or a linear head on any timm backbone with four maps; inference at any size."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,29 +24,30 @@ AUXILIARY_STRIDE = 16
 LARGEST_STRIDE = 32
 
 
-class UPerNet(nn.Module):
-    """UPerNet with an auxiliary head. Use :func:`upernet`.
+class Segmenter(nn.Module):
+    """A backbone and what makes logits of its maps. Use :func:`upernet` or :func:`linear`.
 
     In evaluation it gives logits at a quarter of the image's size; in training also those of the auxiliary
-    head, at 1/16, which looks at the third map.
+    head, at 1/16, or None where there is no such head.
+
+    Args:
+        network: has ``encoder`` (image to maps), ``decoder`` (maps to a map at 1/4) and ``segmentation_head``.
+        num_classes: of the logits.
+        auxiliary: from the third map, at 1/16, to logits.
     """
 
-    def __init__(self, network: Any, aux_channels: int, aux_width: int, num_classes: int):
+    def __init__(self, network: Any, num_classes: int, auxiliary: nn.Module | None = None):
         super().__init__()
         self.network = network
         self.num_classes = num_classes
-        self.auxiliary = nn.Sequential(
-            ConvNormAct(aux_channels, aux_width, 3),
-            nn.Dropout2d(0.1),
-            nn.Conv2d(aux_width, num_classes, 1),
-        )
+        self.auxiliary = auxiliary
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the backbone's activations in the backward pass: less memory, more time."""
         network: Any = self.network
         set_grad_checkpointing(network.encoder.model, enable)
 
-    def forward(self, image: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, image: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Normalised images (batch, 3, H, W) of any size to logits (batch, classes, H/4, W/4), rounded up."""
         height, width = image.shape[-2:]
         image = F.pad(image, (0, -width % LARGEST_STRIDE, 0, -height % LARGEST_STRIDE))
@@ -55,7 +57,46 @@ class UPerNet(nn.Module):
         logits = _crop(logits, height, width, STRIDE)
         if not self.training:
             return logits
+        if self.auxiliary is None:
+            return logits, None
         return logits, _crop(self.auxiliary(features[-2]), height, width, AUXILIARY_STRIDE)
+
+
+class UPerNet(Segmenter):
+    """UPerNet with an auxiliary head that looks at the third map. Use :func:`upernet`."""
+
+    def __init__(self, network: Any, aux_channels: int, aux_width: int, num_classes: int):
+        auxiliary = nn.Sequential(
+            ConvNormAct(aux_channels, aux_width, 3),
+            nn.Dropout2d(0.1),
+            nn.Conv2d(aux_width, num_classes, 1),
+        )
+        super().__init__(network, num_classes, auxiliary)
+
+
+class LinearDecoder(nn.Module):
+    """Maps at 1/4, 1/8, ... to logits at 1/4: those of a linear layer on each map, added up where they lie."""
+
+    def __init__(self, channels: Sequence[int], num_classes: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(width, num_classes, 1) for width in channels)
+
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        maps = maps[-len(self.layers) :]
+        logits = self.layers[0](maps[0])
+        for layer, each in zip(self.layers[1:], maps[1:], strict=True):
+            logits = logits + F.interpolate(layer(each), size=logits.shape[-2:], mode="nearest")
+        return logits
+
+
+class LinearNetwork(nn.Module):
+    """A backbone under a :class:`LinearDecoder`, with the parts that a :class:`Segmenter` asks for."""
+
+    def __init__(self, encoder: Any, num_classes: int):
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = LinearDecoder(encoder.out_channels[-4:], num_classes)
+        self.segmentation_head = nn.Identity()
 
 
 def upernet(
@@ -87,22 +128,55 @@ def upernet(
 
     check_at_least(1, num_classes=num_classes)
     check_at_least(2, width=width)
-    arguments = backbone_arguments(backbone, **(backbone_kwargs or {}))
-    available_reductions(backbone, arguments)
-    weights = pretrained_arguments(backbone, backbone_checkpoint, **arguments)
-    pretrained = weights.pop("pretrained", None)
     network = smp.UPerNet(
         f"tu-{backbone}",
-        encoder_weights=pretrained,
         decoder_channels=width,
         classes=num_classes,
         upsampling=1,
-        **arguments,
-        **weights,
+        **_encoder_arguments(backbone, backbone_checkpoint, backbone_kwargs),
     )
     if frozen_bn:
         network.encoder = freeze_batch_norm_2d(network.encoder)
     return UPerNet(network, network.encoder.out_channels[-2], width // 2, num_classes)
+
+
+def linear(
+    backbone: str,
+    num_classes: int = 150,
+    *,
+    backbone_checkpoint: Weights = None,
+    frozen_bn: bool = False,
+    backbone_kwargs: dict[str, Any] | None = None,
+) -> Segmenter:
+    """A linear layer on each of a timm backbone's maps at 1/4, 1/8, 1/16 and 1/32, added up: what the maps say by themselves.
+
+    Args:
+        backbone, num_classes, backbone_checkpoint, frozen_bn, backbone_kwargs: see :func:`upernet`.
+
+    Example:
+        >>> import softfree, torch
+        >>> model = softfree.segmentation.linear("softfree_tiny", num_classes=19).eval()
+        >>> model(torch.randn(1, 3, 100, 130)).shape
+        torch.Size([1, 19, 25, 33])
+    """
+    from segmentation_models_pytorch.encoders import get_encoder
+
+    check_at_least(1, num_classes=num_classes)
+    arguments = _encoder_arguments(backbone, backbone_checkpoint, backbone_kwargs)
+    encoder = get_encoder(f"tu-{backbone}", weights=arguments.pop("encoder_weights"), **arguments)
+    if frozen_bn:
+        encoder = freeze_batch_norm_2d(encoder)
+    return Segmenter(LinearNetwork(encoder, num_classes), num_classes)
+
+
+def _encoder_arguments(
+    backbone: str, checkpoint: Weights, kwargs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Of the backbone, checked, as segmentation-models-pytorch takes them."""
+    arguments = backbone_arguments(backbone, **(kwargs or {}))
+    available_reductions(backbone, arguments)
+    weights = pretrained_arguments(backbone, checkpoint, **arguments)
+    return {"encoder_weights": weights.pop("pretrained", None), **arguments, **weights}
 
 
 def segment(

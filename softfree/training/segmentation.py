@@ -7,7 +7,7 @@ Segmentation.load("OUTPUT/best", device) -> model, metadata
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from softfree.data.drawing import Tile, class_map_tile, in_turn
 from softfree.data.segmentation import (
     IGNORE,
+    Embedded,
     EvalTransform,
     SegmentationBatch,
     SegmentationData,
@@ -30,7 +31,13 @@ from softfree.data.segmentation import (
     train_transform,
 )
 from softfree.models.checks import check_at_least, check_model_name
-from softfree.models.segmentation import AUXILIARY_STRIDE, resize_logits, segment, upernet
+from softfree.models.segmentation import (
+    AUXILIARY_STRIDE,
+    linear,
+    resize_logits,
+    segment,
+    upernet,
+)
 from softfree.models.views import AS_IS, Views
 from softfree.training.classification import Normalize
 from softfree.training.dense import (
@@ -44,7 +51,7 @@ from softfree.training.dense import (
 )
 from softfree.training.distributed import Processes
 from softfree.training.parameters import parameter_groups
-from softfree.training.settings import OptimSettings, RunSettings
+from softfree.training.settings import Given, OptimSettings, RunSettings
 
 AUXILIARY_WEIGHT = 0.4
 
@@ -55,7 +62,9 @@ class SegmentationDataSettings:
 
     data_dir: str | None = None
     """folder in the layout of ADE20K, Cityscapes or PASCAL VOC, with images/train, images/val, masks/train,
-    masks/val and classes.txt, or with masks of objects (COCO, Roboflow, YOLO); none: the embedded shapes"""
+    masks/val and classes.txt, or with masks of objects (COCO, Roboflow, YOLO); none: an embedded set"""
+    dataset: Embedded = "shapes"
+    """without --data-dir: shapes on textured ground, or twins: which of 64 cells occur twice?"""
     ignore_label: int = IGNORE
     """value in masks/ that stands for no class"""
     skip_bad_annotations: bool = False
@@ -78,10 +87,12 @@ class SegmentationDataSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSettings:
-    """What lies on top of the backbone: UPerNet."""
+    """What lies on top of the backbone."""
 
+    head: Literal["upernet", "linear"] = "upernet"
+    """UPerNet, or a linear layer on each map of the backbone"""
     width: int = 512
-    """channels of the decoder"""
+    """channels of UPerNet"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +144,27 @@ RECIPES = {
             ),
             run=RunSettings(workers=0, eval_every=500),
         ),
+        # A token of the second stage is a cell, and a landmark. Neither windows that overlap nor convolutions of the
+        # values: up to there nothing but the attention passes from cell to cell.
+        SegmentationSettings(
+            "twins",
+            data=SegmentationDataSettings(dataset="twins", crop=64, short_side=0),
+            decoder=DecoderSettings(head="linear"),
+            backbone=BackboneSettings(
+                model_kwargs=(
+                    "embed_dims=32,64,64,64", "num_heads=1,2,2,2", "depths=1,2,1,1", "img_size=64",
+                    "overlap=False", "strides=4,1,1,1", "value_convs=0,0,0,0",
+                ),
+            ),
+            optim=OptimSettings(
+                batch_size=16, steps=400, warmup_steps=50, lr=2e-3, min_lr=1e-5, weight_decay=0.0,
+                clip_grad=1.0,
+            ),
+            run=RunSettings(workers=0, eval_every=200),
+        ),
     )
 }  # fmt: skip
+HEADS: dict[str, Callable[..., nn.Module]] = {"upernet": upernet, "linear": linear}
 
 
 class Segmentation(DenseTask):
@@ -152,9 +182,14 @@ class Segmentation(DenseTask):
         check_at_least(0, short_side=given.short_side, window=given.window)
         check_at_least(1, crop=given.crop)
         check_at_least(2, width=settings.decoder.width)
-        if settings.optim.batch_size == 1 and not settings.run.sync_bn:
+        upernet_head = settings.decoder.head == "upernet"
+        if settings.optim.batch_size == 1 and upernet_head and not settings.run.sync_bn:
             raise ValueError(
                 "`batch_size` must be at least 2, got 1: a batch norm of UPerNet sees one value per picture"
+            )
+        if given.dataset == "twins" and given.data_dir is not None:
+            raise ValueError(
+                f"`dataset` twins is drawn and has no files, got `data_dir` {given.data_dir}: give one of the two"
             )
         check_variation(given.scales, given.color_jitter)
         if not given.short_side and given.scales != (1.0, 1.0):
@@ -166,6 +201,7 @@ class Segmentation(DenseTask):
         if data is None:
             data = load_segmentation(
                 given.data_dir,
+                dataset=given.dataset,
                 ignore_label=given.ignore_label,
                 skip_bad=given.skip_bad_annotations,
                 check=given.check_data,
@@ -195,17 +231,24 @@ class Segmentation(DenseTask):
         return len(load_split(data_dir, "train", check=False)[0])
 
     @classmethod
+    def usual_recipe(cls, given: Given) -> str:
+        return "twins" if given.get("dataset") == "twins" else super().usual_recipe(given)
+
+    @classmethod
     def build(cls, metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
-        return upernet(
-            metadata["model"], len(metadata["class_names"]), **metadata["arguments"], **kwargs
-        )
+        arguments = dict(metadata["arguments"])
+        head = arguments.pop("head", "upernet")
+        if head not in tuple(HEADS):
+            raise ValueError(f"head must be one of {', '.join(HEADS)}, got {head!r}")
+        return HEADS[head](metadata["model"], len(metadata["class_names"]), **arguments, **kwargs)
 
     def metadata(self) -> dict[str, Any]:
-        backbone = self.settings.backbone
+        backbone, decoder = self.settings.backbone, self.settings.decoder
+        head = dict(head="linear") if decoder.head == "linear" else dict(width=decoder.width)
         return {
             "model": backbone.model,
             "arguments": dict(
-                width=self.settings.decoder.width,
+                **head,
                 frozen_bn=backbone.frozen_bn,
                 backbone_kwargs=backbone.arguments(),
             ),
@@ -229,6 +272,8 @@ class Segmentation(DenseTask):
         size = batch.class_maps.shape[-2:]
         weights = self.weights(logits.device)
         main = _cross_entropy(resize_logits(logits, size), batch.class_maps, weights)
+        if auxiliary is None:
+            return main, {"main": main}
         auxiliary = resize_logits(auxiliary, size, AUXILIARY_STRIDE)
         aux = _cross_entropy(auxiliary, batch.class_maps, weights)
         return main + AUXILIARY_WEIGHT * aux, {"main": main, "auxiliary": aux}

@@ -346,3 +346,14 @@ def test_an_unreadable_picture_is_skipped(tmp_path):
     batch = collate_segmentation([data.train[0]])
     assert len(batch.images) == 0
     assert len(batch.unreadable) == 1
+
+
+def test_twins_have_three_splits_of_pictures_and_class_maps():
+    data = load_segmentation(None, dataset="twins")
+    assert data.class_names == ("single", "twin")
+    test, _ = load_split(None, "test", dataset="twins")
+    assert [len(part) for part in (data.train, data.val, test)] == [100_000, 256, 1024]
+    image, class_map = data.val[3]
+    assert image.shape == (3, 64, 64) and class_map.double().mean() == 0.5
+    assert not torch.equal(image, test[3][0]) and not torch.equal(image, data.train[3][0])
+    assert torch.equal(class_map, torch.from_numpy(data.val.class_map(3)).long())

@@ -1,4 +1,4 @@
-"""UPerNet works at any size, on any backbone, at once or by sliding windows."""
+"""UPerNet and the linear head work at any size, on any backbone, at once or by sliding windows."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.models.small import PYRAMID
 
 pytest.importorskip("segmentation_models_pytorch")
 
-from softfree.models.segmentation import resize_logits, segment, upernet
+from softfree.models.segmentation import linear, resize_logits, segment, upernet
 
 
 @pytest.mark.parametrize("size", [(64, 64), (33, 70)])
@@ -25,6 +25,22 @@ def test_every_parameter_takes_part_in_training():
     logits, auxiliary = model(torch.randn(2, 3, 64, 64))
     (logits.sum() + auxiliary.sum()).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("size", [(64, 64), (33, 70)])
+def test_logits_of_the_linear_head_add_up_those_of_each_map(size):
+    model = linear("softfree_tiny", 5, backbone_kwargs=PYRAMID)
+    logits, auxiliary = model(torch.randn(2, 3, *size))
+    assert logits.shape == (2, 5, *(-(-side // 4) for side in size)) and auxiliary is None
+    logits.sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    layers = model.network.decoder.layers
+    for layer in layers[:3]:
+        nn.init.zeros_(layer.weight)
+    last = model.eval()(torch.randn(2, 3, 64, 64))
+    # What is left is the map at 1/32: eight logits at 1/4 are one token of it.
+    assert torch.equal(last, last[..., ::8, ::8].repeat_interleave(8, 2).repeat_interleave(8, 3))
+    assert not torch.equal(last[..., 0, 0], last[..., 0, 8])
 
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet10t"])

@@ -9,7 +9,10 @@ from torch import nn
 pytest.importorskip("segmentation_models_pytorch")
 pytest.importorskip("torchmetrics")
 
+from softfree.commands.settings import resolve
+from softfree.data import segmentation as data
 from softfree.data.segmentation import IGNORE, SegmentationBatch, load_segmentation
+from softfree.layers import attention
 from softfree.models.views import Views
 from softfree.training.classification import Normalize
 from softfree.training.distributed import Processes
@@ -236,3 +239,58 @@ def test_probabilities_of_views_are_averaged_at_their_places(doubt, expected):
     assert merged[..., outer].eq(expected).all()
     views = Views((0.5, 1.0, 2.0), mirrored=True)
     assert predict_classes(Painted(), image, (32, 32), views=views).eq(0).all()
+
+
+def twins(*options) -> SegmentationSettings:
+    return resolve(["--dataset", "twins", "--device", "cpu", *options], Segmentation)
+
+
+def test_twins_are_drawn_and_have_the_recipe_with_the_linear_head(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.twins, "COUNTS", (40, 4, 3))
+    few = ["--steps", "1", "--batch-size", "1", "--output", str(tmp_path)]
+    settings = twins(*few)
+    assert (settings.recipe, settings.decoder.head) == ("twins", "linear")
+    Segmentation.run(settings)
+    model, metadata = Segmentation.load(tmp_path / "best")
+    assert metadata["class_names"] == ["single", "twin"]
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 2, 16, 16)
+    with pytest.raises(
+        ValueError, match="`dataset` twins is drawn and has no files, got `data_dir` x"
+    ):
+        Segmentation(override(settings, {"data": dict(data_dir="x")}))
+    metadata["arguments"]["head"] = "fpn"
+    with pytest.raises(ValueError, match="head must be one of upernet, linear, got 'fpn'"):
+        Segmentation.build(metadata)
+
+
+def leave_attention_out(patch) -> None:
+    patch.setattr(attention, "soft_attention", lambda q, k, v, *_, **__: torch.zeros_like(v))
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_in_pictures_of_twins_nothing_but_the_attention_passes_from_cell_to_cell(
+    attends, monkeypatch
+):
+    if not attends:
+        leave_attention_out(monkeypatch)
+    torch.manual_seed(0)
+    model = Segmentation(twins()).build_model().eval()
+    # Stages 3 and 4 see 2 x 2 and 4 x 4 cells at once.
+    image = torch.randn(1, 3, 64, 64)
+    other = image.clone()
+    other[..., 32:] = 0
+    first, second = (model(x)[..., :8] for x in (image, other))
+    assert torch.allclose(first, second, atol=1e-6) != attends
+
+
+@pytest.mark.slow
+def test_twins_are_found_by_attention_and_by_nothing_without(tmp_path):
+    def accuracy(name):
+        return Segmentation.run(
+            twins("--steps", "200", "--eval-every", "0", "--output", str(tmp_path / name))
+        ).scores["accuracy"]
+
+    assert accuracy("softfree") > 80
+    with pytest.MonkeyPatch.context() as patch:
+        leave_attention_out(patch)
+        assert 48 < accuracy("without") < 55

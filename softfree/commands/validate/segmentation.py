@@ -20,6 +20,8 @@ from softfree.training.segmentation import (
     evaluate_segmenter,
 )
 
+HEAD_TITLES = {"upernet": "UPerNet", "linear": "a linear head"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateSegmentation(PictureValidation):
@@ -41,6 +43,7 @@ class ValidateSegmentation(PictureValidation):
         data, names = load_split(
             self.data_dir or trained_on.data_dir,
             self.split,
+            dataset=trained_on.dataset,
             ignore_label=trained_on.ignore_label,
             skip_bad=trained_on.skip_bad_annotations,
         )
@@ -68,8 +71,9 @@ class ValidateSegmentation(PictureValidation):
         for row in rows[1:]:
             iou = row["IoU"]
             table.add_row(escape(row["class"]), "-" if math.isnan(iou) else f"{iou:.1f}")
+        head = HEAD_TITLES[metadata["arguments"].get("head", "upernet")]
         return Scores(
-            f"UPerNet on {metadata['model']}, {self.subject}",
+            f"{head} on {metadata['model']}, {self.subject}",
             rows,
             table,
             f"mIoU {scores['mIoU']:.2f} %, pixel accuracy {scores['accuracy']:.2f} %",
