@@ -36,7 +36,7 @@ from softfree.layers.multihead import (
     query_projection,
     refuse_keys_and_values,
 )
-from softfree.layers.plain import are_plain, is_plain
+from softfree.layers.plain import are_plain, is_plain, weight_and_bias
 from softfree.layers.pooling import Sampled
 from softfree.ops import image_attention, soft_attention
 from softfree.ops.attention import check_backend
@@ -418,15 +418,13 @@ class SoftAttention(SoftHeads):
         return image_attention.image_attention(
             x,
             image_attention.Weights(
-                qv.weight,
-                qv.bias,
+                *weight_and_bias(qv),
                 width,
                 weight,
                 norm_weight,
                 norm_bias,
                 parts["value_conv"].weight,
-                proj.weight,
-                proj.bias,
+                *weight_and_bias(proj),
             ),
             pooling,
             grid,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention
 from softfree.layers.landmarks import AnySize
-from softfree.layers.plain import are_plain, is_plain
+from softfree.layers.plain import are_plain, is_plain, weight_and_bias
 from softfree.ops.mlp import mlp
 from softfree.ops.norm import add_norm
 
@@ -17,20 +17,26 @@ class TanhMlp(Mlp):
     """timm's MLP with the tanh form of GELU, trained on a GPU in less memory and fewer passes over it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        fc1: Any = self.fc1
-        act: Any = self.act
-        fc2: Any = self.fc2
-        drops = [(drop, nn.Dropout) for drop in (self.drop1, self.drop2)]
+        parts: Any = self._modules  # as attributes they would be looked for in three places each
+        fc1, act, fc2 = parts["fc1"], parts["act"], parts["fc2"]
+        first, second = parts["drop1"], parts["drop2"]
         if (
             are_plain(
-                (fc1, nn.Linear), (act, nn.GELU), (self.norm, nn.Identity), (fc2, nn.Linear), *drops
+                (fc1, nn.Linear),
+                (act, nn.GELU),
+                (parts["norm"], nn.Identity),
+                (fc2, nn.Linear),
+                (first, nn.Dropout),
+                (second, nn.Dropout),
             )
             and act.approximate == "tanh"
-            and not any(drop.p and drop.training for drop, _ in drops)
-            and fc1.bias is not None
-            and fc2.bias is not None
+            and not (first.p and first.training)
+            and not (second.p and second.training)
         ):
-            return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+            weight1, bias1 = weight_and_bias(fc1)
+            weight2, bias2 = weight_and_bias(fc2)
+            if bias1 is not None and bias2 is not None:
+                return mlp(x, weight1, bias1, weight2, bias2)
         return super().forward(x)
 
 
@@ -86,18 +92,24 @@ class Block(nn.Module):
         """(batch, tokens, dim) to the same shape; ``size`` and ``mask`` are the context's where there is one."""
         # Positional, as hooks on the attention expect, and without a word on contexts to those that know none.
         where = (size, mask) if context is None else (size, mask, context)
-        if self.pre_norm:
-            x = x + self.drop_path(self.attn_drop(self.attn(self.norm1(x), *where)))
-            return x + self.drop_path(self.mlp(self.norm2(x)))
-        attended = self.attn_drop(self.attn(x, *where))
-        x = _add_and_norm(x, self.drop_path(attended), self.norm1)
-        return _add_and_norm(x, self.drop_path(self.mlp(x)), self.norm2)
+        parts: Any = self._modules  # as attributes they would be looked for in three places each
+        attn, norm1, mlp_part, norm2 = parts["attn"], parts["norm1"], parts["mlp"], parts["norm2"]
+        # What does nothing is not called, which would cost as much as a launch.
+        drop = None if is_plain(parts["attn_drop"], nn.Identity) else parts["attn_drop"]
+        path = None if is_plain(parts["drop_path"], nn.Identity) else parts["drop_path"]
+        branch = attn(norm1(x) if self.pre_norm else x, *where)
+        branch = branch if drop is None else drop(branch)
+        branch = branch if path is None else path(branch)
+        x = x + branch if self.pre_norm else _add_and_norm(x, branch, norm1)
+        branch = mlp_part(norm2(x) if self.pre_norm else x)
+        branch = branch if path is None else path(branch)
+        return x + branch if self.pre_norm else _add_and_norm(x, branch, norm2)
 
 
 def _add_and_norm(x: Tensor, branch: Tensor, norm: nn.LayerNorm) -> Tensor:
     """Tokens that came in half precision stay so, though autocast's norm is in float32: as pre-norm leaves them."""
     if is_plain(norm, nn.LayerNorm):
-        return add_norm(x, branch, norm.weight, norm.bias, norm.eps)
+        return add_norm(x, branch, *weight_and_bias(norm), norm.eps)
     return norm(x + branch).to(x.dtype)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -35,3 +35,13 @@ def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
         if type(parameter) is not nn.Parameter and is_traceable_wrapper_subclass(parameter):
             return False
     return True
+
+
+def weight_and_bias(module: nn.Module) -> tuple[Tensor, Any]:
+    """As ``module.weight, module.bias``, which a module looks for in three places each, at a microsecond apiece."""
+    parameters: Any = module._parameters
+    try:
+        return parameters["weight"], parameters["bias"]
+    except KeyError:  # some libraries put views of larger tensors in their place
+        found: Any = module
+        return found.weight, found.bias

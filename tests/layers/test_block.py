@@ -173,3 +173,15 @@ def test_a_block_attends_to_a_context(pre_norm):
         middle = block.norm1(x + block.attn(x, None, mask, context))
         expected = block.norm2(middle + block.mlp(middle))
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+@pytest.mark.parametrize(("name", "times"), [("attn_drop", 1), ("drop_path", 2)])
+def test_hooks_of_what_does_nothing_are_called(name, times, pre_norm):
+    b, x = block(pre_norm=pre_norm), torch.randn(2, 35, 12, dtype=torch.float64)
+    expected = b(x, (7, 5))
+    getattr(b, name).register_forward_hook(lambda module, inputs, out: 2 * out)
+    seen = []
+    getattr(b, name).register_forward_hook(lambda *_: seen.append(name))
+    assert not torch.equal(b(x, (7, 5)), expected)
+    assert seen == [name] * times

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from softfree.layers.embeddings import PositionEmbedding, downsample, resize_positions, stem
 
@@ -54,3 +55,33 @@ def test_constant_positions_stay_constant_at_any_size():
 
 def test_positions_keep_the_dtype_of_the_tokens():
     assert PositionEmbedding((2, 2), 8)(torch.zeros(1, 4, 8).half(), (2, 2)).dtype == torch.half
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stem_in_evaluation_is_its_modules_one_by_one(overlap):
+    layer = stem(3, 8, overlap=overlap)
+    for module in layer.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    image = torch.randn(2, 3, 16, 12)
+    for _ in range(2):  # running statistics of their own
+        layer(image)
+    layer.eval()
+    found, expected = layer(image), image
+    for part in layer:
+        expected = part.bn.act(F.batch_norm(
+            part.conv(expected), part.bn.running_mean, part.bn.running_var, part.bn.weight, part.bn.bias,
+            eps=part.bn.eps,
+        ))  # fmt: skip
+    assert torch.equal(found, expected)
+    layer.train()
+    assert not torch.equal(layer(image), found)
+
+
+@pytest.mark.parametrize("name", ["conv", "bn", "bn.drop", "bn.act"])
+def test_hooks_inside_a_stem_are_called_in_evaluation(name):
+    layer, seen = stem(3, 8).eval(), []
+    layer[1].get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
+    layer(torch.randn(1, 3, 8, 8))
+    assert seen == [name]

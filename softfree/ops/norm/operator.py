@@ -61,7 +61,7 @@ def add_norm(
     """
     same = branch.dtype == x.dtype and branch.shape == x.shape
     # torch.compile makes one kernel of the norm and its neighbours by itself.
-    by_hand = same and _fits(x) and not torch.compiler.is_compiling()
+    by_hand = same and _fits(x) and not torch.compiler.is_dynamo_compiling()
     if weight is not None and bias is not None and by_hand:
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, branch, weight, bias))
         return ADD_FORWARD(x, branch, weight, bias, eps, keep)[0]

@@ -41,7 +41,7 @@ def query_norm(q: Tensor, scale: Tensor | None = None) -> Tensor:
                   [-2.0000,  2.0000]]]])
     """
     # torch.compile makes one kernel of the norm and its neighbours by itself.
-    if _fits(q) and not torch.compiler.is_compiling():
+    if _fits(q) and not torch.compiler.is_dynamo_compiling():
         if scale is None:
             scale = torch.ones(q.shape[1], device=q.device)
         return FORWARD(q, scale.float())[0]

@@ -19,8 +19,9 @@ def usable(
     x: Tensor, dtypes: Collection[torch.dtype] = SIXTEEN_BIT, dtype: torch.dtype | None = None
 ) -> bool:
     """Whether kernels for ``dtypes`` may take ``x``, computed in ``dtype`` (None: its own)."""
-    on_gpu = x.device.type == "cuda" and not exporting()
-    return on_gpu and obstacle(x.device, dtype or x.dtype, dtypes) is None
+    if not x.is_cuda or not HAS_TRITON or (dtype or x.dtype) not in dtypes:
+        return False
+    return has_matrix_units(x.device) and not exporting()
 
 
 def obstacle(
@@ -108,8 +109,11 @@ def as_for_ampere() -> dict[str, str]:
     return {} if interpreted() else {"arch": "sm80"}
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether launches go to this GPU; what is no GPU has no other."""
+    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+
+
 def on(device: torch.device) -> AbstractContextManager:
     """Launches inside go to this GPU, whichever is the current one."""
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
-        return HERE
-    return torch.cuda.device(device)
+    return HERE if is_current(device) else torch.cuda.device(device)

@@ -23,6 +23,7 @@ from triton.compiler import CompiledKernel
 KNOWN_VERSION = triton.__version__.startswith("3.6.")
 MOST = 4096  # launches remembered, so that sizes that never come back don't fill the memory
 ALIGNMENT = 16
+HOOKS = getattr(triton.knobs, "HookChain", None)
 
 _address = Tensor.data_ptr
 _dtype = operator.attrgetter("dtype")
@@ -195,4 +196,6 @@ def _hooked() -> bool:
     """Whether someone asked to be told of launches."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if type(enter) is type(leave) is HOOKS:
+        return bool(enter.calls or leave.calls)
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

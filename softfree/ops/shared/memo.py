@@ -19,7 +19,7 @@ def computed_once(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(function)
     def call(*arguments):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return function(*arguments)
         try:
             return known(*arguments)

@@ -9,7 +9,6 @@ A schema of PyTorch has no records. Functions registered here may take named tup
 their fields, :func:`flatten` makes such arguments, and each function gets its records back.
 """
 
-import contextlib
 import inspect
 import operator as operator_module
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from torch.autograd import Function, forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from softfree.ops.shared import devices
-from softfree.ops.shared.precision import full_precision, without_autocast
+from softfree.ops.shared.precision import NOTHING, full_precision, without_autocast
 
 LIBRARY = torch.library.Library("softfree", "FRAGMENT")
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -74,6 +73,7 @@ def register(
     result = kinds.pop("return")
     forms = [_form(kind) for kind in kinds.values()]
     leading = sum(map(_is_tensors, kinds.values()))
+    records = forms[:leading] if any(forms[:leading]) else []
 
     def with_records(flat: Sequence) -> tuple:
         values = iter(flat)
@@ -82,10 +82,14 @@ def register(
     def alone(*inputs: Any) -> Any:
         first = inputs[0]
         device = (first if isinstance(first, Tensor) else first[0]).device
-        plain, exact, here = without_autocast(device), full_precision(device), devices.on(device)
-        if type(plain) is type(exact) is type(here) is contextlib.nullcontext:
+        exact = full_precision(device)
+        if (
+            exact is NOTHING
+            and not torch.is_autocast_enabled(device.type)
+            and devices.is_current(device)
+        ):
             return compute(*inputs)
-        with plain, exact, here:
+        with without_autocast(device), exact, devices.on(device):
             return compute(*inputs)
 
     def registered(*flat: Any) -> Any:
@@ -184,16 +188,15 @@ def register(
     LIBRARY.impl(name, with_autograd, "Autograd", with_keyset=True)
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # other tracers have modes
             return operator(*flatten(*inputs))
         if _C._are_functorch_transforms_active():
             return Transformable.apply(*flatten(*inputs))
-        tensors: list[Tensor | None] = []
-        for value in inputs[:leading]:  # as flatten does, whose calls cost more than all this
-            if isinstance(value, tuple):
-                tensors += value
-            else:
-                tensors.append(value)
+        tensors: Sequence[Tensor | None] = inputs[:leading]
+        if records:
+            tensors = []
+            for value, form in zip(inputs, records, strict=False):  # as flatten, in less time
+                tensors += (value,) if form is None else value
         if _observed(tensors):
             return operator(*flatten(*inputs))
         if forward_ad._current_level >= 0:
