@@ -1,7 +1,6 @@
 """Check data before training: classes, boxes, masks, missing and damaged files."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,13 +11,34 @@ from rich.markup import escape
 from rich.progress import track
 from torch.utils.data import DataLoader
 
-from softfree.commands.common import PICTURE_ENDINGS, check_figure, command, make_table
+from softfree.commands.common import (
+    NOTHING,
+    PICTURE_ENDINGS,
+    check_figure,
+    check_output,
+    command,
+    make_table,
+    percent,
+    to_json,
+)
 from softfree.commands.settings import resolve
 from softfree.data.classification import lacks_validation, load_images
 from softfree.data.detection import load_detection
 from softfree.data.drawing import save
-from softfree.data.images import ImageData, ImageFiles, Unreadable, printable
+from softfree.data.files import replace_durably
+from softfree.data.images import ImageData, Unreadable, printable, some
+from softfree.data.longrange import LongRangeData, load_longrange
 from softfree.data.segmentation import load_segmentation
+from softfree.data.statistics import (
+    Description,
+    Seen,
+    describe_class_maps,
+    describe_objects,
+    describe_pictures,
+    describe_sequences,
+    items_of,
+    look,
+)
 from softfree.models.checks import check_at_least
 from softfree.training.classification import VAL_SPLIT
 from softfree.training.loading import ignore_signals
@@ -29,82 +49,119 @@ from softfree.training.tasks import TASKS
 UNEVEN = 10
 # Pictures a loading process takes at a time; the progress moves on after each lot.
 CHUNK = 16
+# Of more classes the table has the most and the least frequent, so many of each.
+SHOWN = 20
+# What the counts of the classes are of; of class maps those that have a class.
+COUNTED = {
+    "classification": "pictures",
+    "detection": "objects",
+    "segmentation": "pictures with it, share of the pixels",
+    "longrange": "samples",
+}
+# By their field in a description: rows of the table of a set.
+ROWS = {
+    "samples": "pictures",
+    "width": "width",
+    "height": "height",
+    "length": "tokens",
+    "empty": "empty pictures",
+    "objects": "objects",
+    "small": "  small (below 32 x 32 pixels)",
+    "medium": "  medium",
+    "large": "  large (96 x 96 and more)",
+    "crowds": "crowds and difficult objects",
+    "ignored": "pixels without a class",
+}
+# Rows that are left out where there is nothing to say.
+RARE = ("crowds", "ignored")
+Kind = Literal["classification", "detection", "segmentation", "longrange"]
 
 
 def check_data(
-    task: Annotated[
-        tyro.conf.Positional[Literal["classification", "detection", "segmentation"]],
-        tyro.conf.arg(metavar="TASK"),
-    ],
+    kind: Annotated[tyro.conf.Positional[Kind], tyro.conf.arg(metavar="TASK")],
     /,
     data_dir: str | None = None,
+    task: str = "listops",
     masks: bool = True,
     skip_bad_annotations: bool = False,
     ignore_label: int = 255,
     decode: bool = True,
     workers: int = WORKERS,
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     preview: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     recipe: str = "",
 ) -> int:
     """Run the checks that training begins with, decode every picture, and say what was found.
 
     Args:
-        task: classification (class folders), detection (COCO, Roboflow, VOC, YOLO) or segmentation (class maps).
-        data_dir: folder to check; otherwise the embedded digits or shapes.
+        kind: classification (class folders), detection (COCO, Roboflow, VOC, YOLO), segmentation (class maps or masks)
+            or longrange.
+        data_dir: folder to check; otherwise the embedded digits or shapes, or what is made for --task.
+        task: longrange: listops, text, retrieval, image, pathfinder or twins.
         masks: detection: also check masks, where there are any.
         skip_bad_annotations: boxes and masks: leave out annotations that can't be used.
         ignore_label: segmentation: value in masks/ that stands for no class.
-        decode: also decode every picture, to find damaged ones; training does not before it starts.
+        decode: also decode every picture, to find damaged ones and to measure all; training does not before it starts.
         workers: processes that decode pictures.
+        json: write the figures to this file, those of all classes.
         preview: draw training samples as the model sees them, varied, with their classes, boxes or masks (.png, .jpg).
         recipe: with --preview: of `softfree train`, whose variations are drawn; '': the one it would choose.
     """
     check_at_least(0, workers=workers)
+    check_output("--json", json)
     check_figure("--preview", preview, PICTURE_ENDINGS)
     settings: Any = None
     if preview is not None:
+        if kind == "longrange":
+            raise ValueError("--preview draws pictures: it is for the tasks that have some")
         given = [] if data_dir is None else ["--data-dir", data_dir]
         given += ["--recipe", recipe] if recipe else []
-        given += ["--detector", "mask-rcnn"] if task == "detection" and masks else []
-        settings = resolve(given, TASKS[task])
-
-    def draw_preview() -> None:
-        if preview is not None:
-            maker: Any = TASKS[task]
-            page = maker(settings, data).preview(settings.run.seed, torch.device("cpu"))
-            save(preview, page)
-            print(f"training samples as the model sees them are drawn in {preview}")
-
+        given += ["--detector", "mask-rcnn"] if kind == "detection" and masks else []
+        settings = resolve(given, TASKS[kind])
     data: Any
-    if task == "classification":
-        data = load_classes(data_dir)
-        check_classes(data, data_dir, decode, workers)
-        draw_preview()
-        print("no faults found")
-        return 0
-    if task == "detection":
-        checked = None if masks else False
-        data = load_detection(data_dir, masks=checked, skip_bad=skip_bad_annotations)
+    described: dict[str, Description]
+    if kind == "longrange":
+        data = load_longrange(task, None if data_dir is None else Path(data_dir))
+        described = describe_long_range(data)
     else:
-        data = load_segmentation(data_dir, ignore_label=ignore_label, skip_bad=skip_bad_annotations)
-    splits, names = {"train": data.train, "val": data.val}, data.class_names
-    for split, part in splits.items():
-        what = " with class maps"
-        if task == "detection":
-            what = f", {len(part.annotations['annotations']):,} objects"
-            if masks and not part.masks:
-                what += ", boxes alone: for RetinaNet, not for Mask R-CNN"
-            # Checked by now; to draw them would take longer than the pictures.
-            part.masks = False
-        print(f"{split}: {len(part):,} pictures{what}")
-    if decode and data_dir is not None:
-        check_pictures(splits, data_dir, workers)
-    console = Console(highlight=False, markup=False)
-    # Of many classes, in a terminal, no name is cut in two; lines of a file stay whole.
-    console.print(f"{len(names)} classes: {', '.join(names)}", soft_wrap=not console.is_terminal)
-    if task == "detection":
-        data.train.masks = masks
-    draw_preview()
+        if kind == "classification":
+            data = load_classes(data_dir)
+        elif kind == "detection":
+            checked = None if masks else False
+            data = load_detection(data_dir, masks=checked, skip_bad=skip_bad_annotations)
+        else:
+            options = dict(ignore_label=ignore_label, skip_bad=skip_bad_annotations)
+            data = load_segmentation(data_dir, **options)
+        has_masks = kind == "detection" and data.train.masks
+        splits = {"train": data.train, "val": data.val}
+        if kind == "detection":
+            for part in splits.values():
+                # Checked by now; to draw them would take longer than the pictures.
+                part.masks = False
+        seen = check_pictures(splits, data_dir, workers) if decode else {}
+        described = {
+            split: describe(kind, part, data.class_names, seen.get(split, []))
+            for split, part in splits.items()
+        }
+    print_sizes(described, "samples" if kind == "longrange" else "pictures")
+    per_token = kind == "longrange" and data.task.per_token
+    print_classes(described, data.class_names, "tokens" if per_token else COUNTED[kind])
+    print_warnings(kind, described)
+    if kind == "detection" and masks and not has_masks:
+        print("boxes alone: for RetinaNet, not for Mask R-CNN")
+    if json is not None:
+        content: Description = {"task": task if kind == "longrange" else kind}
+        content |= {"data_dir": data_dir, "splits": described}
+        json.parent.mkdir(parents=True, exist_ok=True)
+        replace_durably(json, to_json(content, indent=1).encode())
+        print(f"figures written to {json}")
+    if preview is not None:
+        if kind == "detection":
+            data.train.masks = has_masks
+        maker: Any = TASKS[kind]
+        page = maker(settings, data).preview(settings.run.seed, torch.device("cpu"))
+        save(preview, page)
+        print(f"training samples as the model sees them are drawn in {preview}")
     print("no faults found")
     return 0
 
@@ -112,59 +169,134 @@ def check_data(
 main = command(check_data, __doc__)
 
 
+def say(text: str) -> None:
+    """Print a line; in a terminal no word is cut in two, in a file it stays whole."""
+    console = Console(highlight=False, markup=False)
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
 def load_classes(data_dir: str | None) -> ImageData:
     """Class folders as training takes them."""
     split = 0.0 if data_dir is None or not lacks_validation(Path(data_dir)) else VAL_SPLIT
     if split:
-        print(
-            f"{data_dir} has no val/: training sets {split:.0%} of each class aside (--val-split)"
-        )
+        say(f"{data_dir} has no val/: training sets {split:.0%} of each class aside (--val-split)")
     return load_images(data_dir, val_split=split)
 
 
-def check_classes(data: ImageData, data_dir: str | None, decode: bool, workers: int) -> None:
-    """Class folders: pictures of each class, and whether training could begin."""
-    splits = {"train": data.train, "val": data.val}
-    if decode and data_dir is not None:
-        check_pictures(splits, data_dir, workers)
-    counts = {
-        name: Counter(part.labels) for name, part in splits.items() if isinstance(part, ImageFiles)
-    }
-    table = make_table(["class", *counts])
-    for label, name in enumerate(data.class_names):
-        table.add_row(escape(name), *(f"{counts[split][label]:,}" for split in counts))
+def describe(kind: Kind, part: Any, names: Sequence[str], seen: Sequence[Seen]) -> Description:
+    """A split of pictures in numbers."""
+    if kind == "classification":
+        return describe_pictures(part.labels, names, seen)
+    if kind == "detection":
+        return describe_objects(part)
+    return describe_class_maps(len(part), names, seen)
+
+
+def describe_long_range(data: LongRangeData) -> dict[str, Description]:
+    """The splits of a long-range task in numbers; those without samples of their own share them."""
+    found: dict[str, Description] = {}
+    for split in ("train", "dev", "test"):
+        part = getattr(data, split)
+        same = next((other for other in found if getattr(data, other) is part), None)
+        if same is not None:
+            print(f"{split} has the samples of {same}")
+            continue
+        samples = progress(items_of(part), f"reading {split}", len(part))
+        found[split] = describe_sequences(samples, data.class_names)
+    return found
+
+
+def progress(items: Iterable[Any], what: str, total: int | None = None) -> Iterable[Any]:
+    """The items, with a bar where somebody watches."""
+    console = Console(stderr=True)
+    return track(
+        items, what, total, console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+def print_sizes(described: Mapping[str, Description], unit: str) -> None:
+    """A table of what each split has."""
+    table = make_table(["min / median / max", *described])
+    for field, title in {**ROWS, "samples": unit}.items():
+        cells = [own.get(field) for own in described.values()]
+        if any(cell is not None for cell in cells) and (any(cells) or field not in RARE):
+            totals = [own.get("objects") for own in described.values()]
+            of = totals if field in ("small", "medium", "large") else [None] * len(cells)
+            table.add_row(escape(title), *map(_cell, cells, of))
+    Console(highlight=False).print(table)
+
+
+def _cell(value: Any, total: int | None) -> str:
+    if value is None:
+        return NOTHING
+    if isinstance(value, dict) and value["min"] == value["max"]:
+        return f"{value['min']:,}"
+    if isinstance(value, dict):
+        return " / ".join(f"{value[name]:,}" for name in ("min", "median", "max"))
+    if isinstance(value, float):
+        return percent(value)
+    return f"{value:,}" + (f" ({percent(value / max(total, 1))})" if total is not None else "")
+
+
+def print_classes(described: Mapping[str, Description], names: Sequence[str], what: str) -> None:
+    """A table of the classes: counts, and shares of all."""
     console = Console(highlight=False)
-    if counts:
-        console.print(table)
-        of_train = counts["train"]
-        most, fewest = max(of_train.values()), min(of_train.values())
-        if most >= UNEVEN * fewest:
-            print(f"classes are uneven: {fewest:,} to {most:,} pictures of a class to train on")
-    sizes = ", ".join(f"{len(part):,} pictures in {name}" for name, part in splits.items())
-    print(f"{len(data.class_names)} classes, {sizes}")
+    splits = {split: own["classes"] for split, own in described.items() if "classes" in own}
+    if not splits:
+        say(f"{len(names)} classes: {', '.join(names)}")
+        return
+    print(f"{len(names)} classes, of each: {what}")
+    first = next(iter(splits.values()))
+    order = sorted(range(len(names)), key=lambda place: -first[place]["share"])
+    left_out = len(names) - 2 * SHOWN
+    titles = [title for split in splits for title in (split, "%")]
+    table = make_table(["class", *titles])
+    for number, place in enumerate(order if left_out > 0 else range(len(names))):
+        if left_out > 0 and number == SHOWN:
+            table.add_row(f"... {left_out:,} more", *[""] * len(titles))
+        if left_out > 0 and SHOWN <= number < len(names) - SHOWN:
+            continue
+        cells = []
+        for classes in splits.values():
+            own = classes[place]
+            cells += [f"{own.get('pictures', own['count']):,}", f"{100 * own['share']:.1f}"]
+        table.add_row(escape(printable(names[place])), *cells)
+    console.print(table)
 
 
-def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> None:
-    """Decode all pictures; print each that can't be used, then raise if there are any."""
-    faults = []
+def print_warnings(kind: Kind, described: Mapping[str, Description]) -> None:
+    """Classes that do not occur, and those that occur far less than others."""
+    for split, own in described.items():
+        if unused := [of["name"] for of in own.get("classes", ()) if not of["count"]]:
+            say(f"{split}: no {COUNTED[kind].split()[0]} of {some(unused)}")
+    counts = [of["count"] for of in described["train"].get("classes", ()) if of["count"]]
+    if counts and max(counts) >= UNEVEN * min(counts) and kind != "segmentation":
+        say(
+            f"classes are uneven: {min(counts):,} to {max(counts):,} {COUNTED[kind]} of a class to train on"
+        )
+
+
+def check_pictures(
+    splits: Mapping[str, Any], data_dir: str | None, workers: int
+) -> dict[str, list[Seen]]:
+    """Decode all pictures and look at each; print those that can't be used, then raise if there are any."""
+    faults: list[str] = []
+    found: dict[str, list[Seen]] = {}
     for split, data in splits.items():
         loader: DataLoader = DataLoader(
             data,
             batch_size=CHUNK,
-            collate_fn=only_unreadable,
+            collate_fn=look_at_all,
             num_workers=workers,
             worker_init_fn=ignore_signals,
         )
-        console = Console(stderr=True)
-        progress = track(
-            loader,
-            f"decoding {split}",
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        for files in progress:
-            faults += [f"{split}: {printable(file.path)}: {file.reason}" for file in files]
+        seen = [item for items in progress(loader, f"decoding {split}") for item in items]
+        found[split] = [item for item in seen if isinstance(item, Seen)]
+        faults += [
+            f"{split}: {printable(item.path)}: {item.reason}"
+            for item in seen
+            if isinstance(item, Unreadable)
+        ]
     if faults:
         print("\n".join(faults))
         count = sum(map(len, splits.values()))
@@ -172,8 +304,9 @@ def check_pictures(splits: Mapping[str, Any], data_dir: str, workers: int) -> No
             f"--data-dir {data_dir}: {len(faults):,} of {count:,} pictures can't be used, named above; "
             "replace them, or remove them together with what is said of them"
         )
+    return found
 
 
-def only_unreadable(items: Sequence[Any]) -> list[Unreadable]:
-    """Of a data set's items those that can't be read: the pictures stay in the process that decoded them."""
-    return [item for item in items if isinstance(item, Unreadable)]
+def look_at_all(items: Sequence[Any]) -> list[Seen | Unreadable]:
+    """What is kept of a data set's items: the pictures stay in the process that decoded them."""
+    return [look(item) for item in items]

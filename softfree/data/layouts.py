@@ -79,6 +79,10 @@ def read_layout(root: Path, split: str) -> Found | None:
         return _read_voc(voc, split)
     if (description := yolo_file(root)) is not None:
         return _read_yolo(root, description, split)
+    if (root / "images").is_dir() and (root / "labels").is_dir():
+        raise FileNotFoundError(
+            f"`data_dir` {root} has images/ and labels/, but no data.yaml with the names of the classes, train and val"
+        )
     return None
 
 

@@ -267,7 +267,7 @@ def test_a_preview_shows_the_varied_samples_that_training_begins_with(task, tmp_
 def test_the_embedded_shapes_have_no_faults(capsys, task):
     assert check_data.main([task]) == 0
     printed = capsys.readouterr().out
-    assert "train: 4 pictures" in printed
+    assert ["pictures", "4", "2"] in [line.split() for line in printed.splitlines()]
     assert "no faults found" in printed
 
 
@@ -355,7 +355,7 @@ def test_names_of_many_classes_stay_whole(tmp_path, monkeypatch, capsys, termina
     monkeypatch.setenv("COLUMNS", "80")
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
-    assert check_data.main(["segmentation", "--data-dir", str(tmp_path), "--workers", "0"]) == 0
+    assert check_data.main(["segmentation", "--data-dir", str(tmp_path), "--no-decode"]) == 0
     out = capsys.readouterr().out
     assert set(names) <= set(out.replace(",", "").split())
     assert ("60 classes: " + ", ".join(names) + "\n" in out) == (not terminal)

@@ -271,6 +271,13 @@ def test_a_yolo_set_without_any_labels_or_with_damaged_pictures_is_refused(tmp_p
         load_split(str(root), "val")
 
 
+def test_a_yolo_set_without_its_yaml_is_told_so(tmp_path):
+    (write_yolo(tmp_path) / "data.yaml").unlink()
+    for load in (load_detection, load_segmentation):
+        with pytest.raises(FileNotFoundError, match="images/ and labels/, but no data.yaml"):
+            load(str(tmp_path))
+
+
 def test_roboflow_s_group_of_all_classes_is_no_class(tmp_path, caplog):
     caplog.set_level(logging.INFO, "softfree")
     data = load_detection(str(write_roboflow(tmp_path / "a")))
