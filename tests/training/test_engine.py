@@ -719,7 +719,8 @@ def test_the_host_does_not_wait_for_the_device_between_logs(tmp_path):
             return super().train_step(model, batch)
 
     try:
-        run_toy(tmp_path, Watched(), device="cuda", steps=6, log_interval=100, model_ema=True)
+        changes = dict(steps=6, warmup_epochs=0, log_interval=100, model_ema=True)
+        run_toy(tmp_path, Watched(), device="cuda", **changes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -283,11 +283,12 @@ def test_on_a_gpu_the_host_does_not_wait_for_a_captured_step(tmp_path):
     class Watched(Prepared):
         def prepare(self, batch):
             result = super().prepare(batch)
-            watched = WARM_UP + 1 < self.prepared < 9  # before anything is saved
+            watched = WARM_UP + 1 < self.prepared < 9
             torch.cuda.set_sync_debug_mode("error" if watched else "default")
             return result
 
     try:
-        run_graphed(tmp_path, Watched(), device="cuda", steps=12, log_interval=100, eval_every=12)
+        rarely = dict(log_interval=100, eval_every=12, save_every="12")
+        run_graphed(tmp_path, Watched(), device="cuda", steps=12, **rarely)
     finally:
         torch.cuda.set_sync_debug_mode("default")
