@@ -2,6 +2,7 @@
 
     python benchmarks/twins.py --seeds 0 1 2 --csv FILE --draw FILE          minutes on a GPU, an hour on a CPU
     python benchmarks/twins.py softfree:spread softmax --landmarks 64 16     some of the rows
+    python benchmarks/twins.py --read FILE FILE --draw FILE                  draws what earlier runs wrote
 
 Twins asks which of 64 cells occur twice (:mod:`softfree.data.twins`). Each row is the encoder of `softfree train longrange
 --task twins`, trained as its recipe says and tested on 1,024 samples; all rows of a seed see the same training samples. On a
@@ -9,10 +10,11 @@ GPU a step is replayed from a CUDA graph.
 """
 
 import argparse
+import csv
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -216,6 +218,23 @@ def draw(results: Sequence[Result], title: str) -> Any:
     return figure
 
 
+def read(paths: Sequence[Path]) -> tuple[list[Result], dict[str, str]]:
+    """What earlier runs wrote, and the last of its rows."""
+    rows = [row for path in paths for row in csv.DictReader(path.read_text().splitlines())]
+    results = [
+        Result(row["attention"], int(row["landmarks"]), int(row["seed"]), float(row["accuracy"]))
+        for row in rows
+    ]
+    return results, rows[-1]
+
+
+def save_drawing(results: Sequence[Result], about: Mapping[str, Any], path: Path) -> None:
+    count = len({result.seed for result in results})
+    seeds = f"mean of {count} seeds, " if count > 1 else ""
+    title = f"Twins: two blocks, {about['steps']} steps of {OPTIM.batch_size}; {seeds}"
+    save_figure(draw(results, f"{title}{about['device']}, {about['date']}"), path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -228,10 +247,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--draw", type=Path)
+    parser.add_argument("--read", nargs="+", type=Path, metavar="CSV")
     given = parser.parse_args()
     for attention in given.attentions:
         if attention not in known:
             parser.error(f"{attention}: there are {', '.join(known)}")
+    if given.read:
+        if given.draw is None:
+            parser.error("--read needs --draw")
+        save_drawing(*read(given.read), given.draw)
+        return
     device = torch.device(given.device)
     torch.set_float32_matmul_precision("high")
     results = []
@@ -247,10 +272,7 @@ def main() -> None:
     if given.csv is not None:
         write_csv(given.csv, rows, environment)
     if given.draw is not None:
-        seeds = f"mean of {len(given.seeds)} seeds, " if len(given.seeds) > 1 else ""
-        where = f"{environment['device']}, {environment['date']}"
-        title = f"Twins: two blocks, {given.steps} steps of {OPTIM.batch_size}; {seeds}{where}"
-        save_figure(draw(results, title), given.draw)
+        save_drawing(results, {**environment, "steps": given.steps}, given.draw)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ TRAINED_AT = "128"  # pixels of a picture's side
 TEST_PICTURES = 5000  # 50 of each of the 100 classes
 ATTENTIONS = ("softpp", "soft", "softmax", "linformer", "performer", "nystromformer")
 NAMES = {attention: plots.LABELS[attention].partition(" (")[0] for attention in ATTENTIONS}
-HEAT_MAPS = "2026-11-16_amd-epyc_heatmap.png"
+HEAT_MAPS = "2026-11-16_amd-epyc_heatmap_own.jpg"
 # Pixels in it: the photo and the maps of one model's heads.
 HEAT_MAPS_BOXES = {
-    "photo": (12, 120, 267, 374),
-    "head 1": (313, 120, 568, 374),
-    "head 2": (313, 383, 568, 637),
+    "photo": (11, 67, 210, 246),
+    "head 1": (267, 307, 466, 486),
+    "head 3": (688, 307, 887, 486),
 }
 # Where a label is, if not above: its distance in points, and which of its sides is there.
 LABELS = {
@@ -237,7 +237,7 @@ def draw_overview() -> None:
         axes.imshow(maps.crop(box))
         axes.set(xticks=[], yticks=[])
         axes.set_title(words, fontsize=9)
-    right[1].set_xlabel("where the marked patch attends to, in a layer of SOFT++", fontsize=9)
+    right[1].set_xlabel("where the marked patch attends to, in softfree_tiny", fontsize=9)
     save_figure(figure, RESULTS / f"{SECOND}_overview.png", "figure")
 
 

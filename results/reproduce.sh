@@ -15,6 +15,7 @@
 #                                    for SOFT and SOFT++
 #   results/reproduce.sh dense       VOC: UPerNet, Mask R-CNN, from the weights that table2 left in OUT, else from random ones;
 #                                    needs the extra `dense`
+#   results/reproduce.sh own         our own family beside itself without attention: Tiny-ImageNet-100, VOC, ListOps, image of LRA
 #   results/reproduce.sh speed       operator, models, attentions, detectors; on a CPU smaller pictures, not compiled
 #
 # TI is the folder of Tiny-ImageNet-100 with train/ and val/ (table2 to precision), CIFAR that of CIFAR-10's grids or class
@@ -187,26 +188,27 @@ voc() {
       echo "reproduce.sh: no $weights yet (results/reproduce.sh table2): starting from random weights" >&2
     fi
     # shellcheck disable=SC2086
-    train "$run" "$task" --data-dir "$VOC" --model softpp_tiny --model-kwargs $kwargs "${start[@]}" \
+    train "$run" "$task" --data-dir "$VOC" --model "${MODEL:-softpp_tiny}" ${kwargs:+--model-kwargs $kwargs} "${start[@]}" \
       --batch-size 16 --weight-decay 0.05 --eval-every 1000000 --seed "$seed" "$@"
     [ -f "$run/scores.csv" ] || $SOFTFREE validate "$task" --checkpoint "$run/last" --data-dir "$VOC" \
       --workers "$WORKERS" --device "$DEVICE" --csv "$run/scores.csv"
   done
 }
 
+UPERNET=(--recipe ade20k --steps 500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4)
+MASK_RCNN=(
+  --recipe 1x --detector mask-rcnn --short-sides 224 256 288 --short-side 288 --max-size 384 --anchor-size 16
+  --proposals 128 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
+)
+
 dense() {
   local attention task names
-  local upernet=(--recipe ade20k --steps 500 --crop 256 --short-side 256 --scales 0.75 1.5 --lr 5e-4)
-  local mask_rcnn=(
-    --recipe 1x --detector mask-rcnn --short-sides 224 256 288 --short-side 288 --max-size 384 --anchor-size 16
-    --proposals 128 --sched cosine --lr 3e-4 --min-lr 1e-5 --clip-grad 1.0
-  )
   for attention in softpp soft softmax; do
-    voc segmentation $attention attention=$attention $attention "${upernet[@]}"
-    voc detection $attention attention=$attention ${attention}_average "${mask_rcnn[@]}" --steps 700
+    voc segmentation $attention attention=$attention $attention "${UPERNET[@]}"
+    voc detection $attention attention=$attention ${attention}_average "${MASK_RCNN[@]}" --steps 700
   done
   for attention in softpp soft; do  # landmarks by a fixed stride, as in the papers
-    voc detection ${attention}_stride "attention=$attention landmarks=conv" ${attention}_average "${mask_rcnn[@]}" --steps 500
+    voc detection ${attention}_stride "attention=$attention landmarks=conv" ${attention}_average "${MASK_RCNN[@]}" --steps 500
   done
   for task in segmentation detection; do
     names=("$task"_{softpp,soft,softmax})
@@ -214,6 +216,32 @@ dense() {
     gather "dense_$task" voc scores.csv "${names[@]}"
     gather "dense_${task}_curves" voc train.csv "${names[@]}"
   done
+}
+
+own() {
+  local name command task arguments seed
+  for name in softfree softfree_without_attention; do
+    command=$SOFTFREE
+    [ $name = softfree ] || command=$WITHOUT_ATTENTION
+    SOFTFREE=$command tiny $name --model softfree_tiny --drop-path 0.1 "${GRAPH[@]}"
+    SOFTFREE=$command score scores.csv $name --img-size 128 192 256
+    SOFTFREE=$command MODEL=softfree_tiny voc segmentation $name "" $name "${UPERNET[@]}"
+    SOFTFREE=$command MODEL=softfree_tiny voc detection $name "" $name "${MASK_RCNN[@]}" --steps 700
+    for task in listops image; do
+      arguments=(--data-dir "$OUT/listops" --steps 5000 --eval-every 500)
+      [ $task = listops ] || arguments=(
+        --data-dir "$CIFAR" --steps 2500 --eval-every 700 --model-kwargs value_conv=35 landmarks=average:128 stride=8
+      )
+      for seed in $SEEDS; do
+        # shellcheck disable=SC2086
+        SOFTFREE=$command once "$OUT/own/${task}_$name/$seed" train longrange --task $task "${arguments[@]}" \
+          --seed "$seed" --device "$DEVICE" --workers 2 --resume auto "${GRAPH[@]}" $EXTRA
+      done
+    done
+  done
+  gather own_tiny_imagenet tiny_imagenet scores.csv softfree{,_without_attention}
+  for task in segmentation detection; do gather "own_$task" voc scores.csv ${task}_softfree{,_without_attention}; done
+  gather own_longrange own eval.csv {listops,image}_softfree{,_without_attention}
 }
 
 speed() {
@@ -240,6 +268,11 @@ for table in "$@"; do
     lra)
       need CIFAR "the folder of CIFAR-10's grids or class folders"
       need IMDB "the folder of IMDb reviews"
+      ;;
+    own)
+      need TI "the folder of Tiny-ImageNet-100, with train/ and val/"
+      need VOC "the folder of PASCAL VOC 2012, with JPEGImages/, SegmentationClass/ and annotations/"
+      need CIFAR "the folder of CIFAR-10's grids or class folders"
       ;;
     dense) need VOC "the folder of PASCAL VOC 2012, with JPEGImages/, SegmentationClass/ and annotations/" ;;
     speed) ;;
