@@ -48,9 +48,10 @@ def _version(package: str) -> str:
 def write_csv(
     path: Path, rows: Sequence[Mapping[str, object]], measured_in: Mapping[str, object]
 ) -> None:
-    """Write rows of the same columns, each followed by the environment; folders are made as needed."""
+    """Write rows, each followed by the environment; what a row lacks is empty, and folders are made as needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *measured_in])
+        columns = dict.fromkeys(name for row in (*rows, measured_in) for name in row)
+        writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         writer.writerows({**row, **measured_in} for row in rows)

@@ -46,6 +46,9 @@ MARKERS = "os^Dv"
 STYLES = ("-", "--", "-.", ":")
 LEAST_RANGE = 10  # percent of accuracy that an axis shows
 MOST_TICKS = 8  # numbers of tokens below an axis
+# Classes that a matrix names, and those whose numbers it shows.
+MOST_NAMED, MOST_NUMBERED = 100, 25
+LONGEST_NAME = 28
 Curve = Sequence[tuple[int, float]]
 
 
@@ -208,3 +211,48 @@ def draw_resolution(
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure
+
+
+def draw_confusion(
+    names: Sequence[str],
+    shares: Any,
+    bars: Mapping[str, Sequence[float | None]],
+    title: str,
+) -> Any:
+    """What is taken for what as a heat map, a row for each truth, and beside it a panel of bars for each figure.
+
+    Args:
+        names: of rows and columns.
+        shares: (n, n), each row in percent of its sum.
+        bars: by name, percentages of the first classes, or of all; None leaves a gap.
+    """
+    count = len(names)
+    cell = min(0.42, max(0.13, 9 / count)) if count <= MOST_NAMED else 12 / count
+    side = max(2.2, cell * count)
+    letters = min(9.0, max(4.0, 60 * cell / 2.2))
+    picture = new_figure(side + 2.2 + 1.3 * len(bars), side + 1.9)
+    ratios = [side, *[1.2] * len(bars)]
+    heat, *others = picture.subplots(1, 1 + len(bars), sharey=True, width_ratios=ratios)
+    heat.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto", interpolation="nearest")
+    heat.set(xlabel="what the model says", ylabel="truth, % of the row")
+    if count <= MOST_NAMED:
+        short = [n if len(n) <= LONGEST_NAME else f"{n[: LONGEST_NAME - 1]}…" for n in names]
+        places = range(count)
+        heat.set_yticks(places, short, fontsize=letters, parse_math=False)
+        heat.set_xticks(places, short, fontsize=letters, rotation=90, parse_math=False)
+    if count <= MOST_NUMBERED:
+        for row, line in enumerate(shares):
+            for column, share in enumerate(line):
+                if share > 0:
+                    ink = "white" if share > 55 else "black"
+                    place = dict(ha="center", va="center", fontsize=letters)
+                    heat.text(column, row, f"{share:.0f}", color=ink, **place)
+    for axes, (words, values) in zip(others, bars.items(), strict=True):
+        lengths = [value or 0.0 for value in values]
+        axes.barh(range(len(values)), lengths, 0.8, color="C0")
+        axes.set(xlim=(0, 100), xlabel=f"{words} (%)", xticks=(0, 50, 100))
+        axes.grid(axis="x", alpha=0.3)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.suptitle(title, fontsize=9)
+    return picture

@@ -50,6 +50,7 @@ from softfree.models.metadata import check_arguments, check_buildable
 from softfree.models.registry import is_ours
 from softfree.models.views import AS_IS, AveragedClassifier, Views
 from softfree.training import checkpoint, distributed
+from softfree.training.confusion import add_pairs
 from softfree.training.distributed import Processes
 from softfree.training.engine import PictureTask
 from softfree.training.loading import evaluation
@@ -650,8 +651,12 @@ def evaluate_classifier(
     batches: Iterable[Batch],
     normalize: Normalize,
     processes: Processes,
+    confusion: Tensor | None = None,
 ) -> dict[str, float]:
-    """Top-1 and top-5 in percent and the loss, over the batches of all processes."""
+    """Top-1 and top-5 in percent and the loss, over the batches of all processes.
+
+    ``confusion``, zeros (classes, classes) int64, then counts what is taken for what: row the truth.
+    """
     # loss, hits, hits among the first five, samples; float64 counts exactly.
     sums = torch.zeros(4, dtype=torch.float64, device=processes.device)
     for batch in batches:
@@ -660,8 +665,12 @@ def evaluate_classifier(
         logits = model(normalize(batch.images)).float()
         hits = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
         loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+        if confusion is not None:
+            add_pairs(confusion, batch.labels, logits.argmax(1))
         sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), torch.full_like(loss, len(hits))])
     loss_sum, first, five, count = distributed.total(sums, processes).tolist()
+    if confusion is not None:
+        distributed.total(confusion, processes)
     if not count:
         raise ValueError("none of the validation pictures can be read")
     return {
@@ -679,11 +688,13 @@ def score_classifier(
     img_size: int,
     processes: Processes,
     views: Views = AS_IS,
+    confusion: Tensor | None = None,
     **reading: Any,
 ) -> tuple[dict[str, float], list[Unreadable]]:
     """Scores and throughput at one size, over the pictures of all processes, and what could not be read here.
 
-    ``preparation`` is a checkpoint's metadata; ``reading`` are keywords of :func:`evaluation`.
+    ``preparation`` is a checkpoint's metadata, ``confusion`` that of :func:`evaluate_classifier`; ``reading`` are
+    keywords of :func:`evaluation`.
     """
     set_input_size(network, img_size)
     if views != AS_IS:
@@ -696,7 +707,7 @@ def score_classifier(
     with evaluation(samples, collate_images, processes, **reading) as (batches, unreadable):
         if isinstance(data, ResidentImages):
             batches = resident_batches(data, batches, img_size, preparation)
-        scores = evaluate_classifier(network, batches, normalize, processes)
+        scores = evaluate_classifier(network, batches, normalize, processes, confusion)
     scores["img_per_s"] = scores["samples"] / (time.perf_counter() - began)
     scores["unreadable"] = len(distributed.gather(unreadable, processes))
     return scores, unreadable

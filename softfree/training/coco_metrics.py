@@ -3,9 +3,11 @@
 import contextlib
 import io
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.ops import box_convert
@@ -42,6 +44,8 @@ class CocoMetrics:
         self.masks = masks
         self.package = package
         self.results: dict[int, list[dict[str, Any]]] = {}
+        # By kind, of COCO's evaluation: precision (10, 101, categories) and recall (10, categories).
+        self.curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def update(self, image_ids: Sequence[int], detections: Sequence[dict[str, Tensor]]) -> None:
         """Add what torchvision's detectors return for these images."""
@@ -91,6 +95,71 @@ class CocoMetrics:
             }
         return figures
 
+    def objects(self) -> list[int]:
+        """How many there are of each category in the pictures that were looked at; crowds are none."""
+        counts = Counter(
+            annotation["category_id"]
+            for annotation in self.annotations["annotations"]
+            if annotation["image_id"] in self.results and not annotation["iscrowd"]
+        )
+        return [counts[category] for category in self.category_ids]
+
+    def of_classes(self, kind: str) -> dict[str, list[float | None]]:
+        """AP, AP50, AP75 and AR (of 100 detections) of each category in percent; None without an object of it.
+
+        Of what :meth:`compute` has evaluated, for the ``kind`` "box" or "mask".
+        """
+        objects = self.objects()
+        precision, recall = self.curves.get(
+            KINDS[kind], (np.zeros((10, 1, len(objects))), np.zeros((10, len(objects))))
+        )
+        figures = {
+            "AP": precision.mean((0, 1)),
+            "AP50": precision[0].mean(0),
+            "AP75": precision[5].mean(0),
+            "AR": recall.mean(0),
+        }
+        return {
+            name: [100 * float(x) if n else None for x, n in zip(values, objects, strict=True)]
+            for name, values in figures.items()
+        }
+
+    def confusion(self, min_score: float, least_overlap: float = 0.5) -> np.ndarray:
+        """(n + 1, n + 1) counts: row the object's category, column the detection's; the last is the background.
+
+        Boxes are compared, whatever their categories. Detections of at least ``min_score``, the most certain first,
+        take the free object that they overlap most, with an IoU of at least ``least_overlap``. Objects that none
+        takes are in the last column, detections that take none in the last row; those in a crowd count nowhere.
+        """
+        place = {category: number for number, category in enumerate(self.category_ids)}
+        background = len(place)
+        counts = np.zeros((background + 1, background + 1), np.int64)
+        truth: dict[int, list[dict[str, Any]]] = {image_id: [] for image_id in self.results}
+        for annotation in self.annotations["annotations"]:
+            truth.get(annotation["image_id"], []).append(annotation)
+        for image_id, rows in self.results.items():
+            found = [row for row in rows if row["score"] >= min_score]
+            found.sort(key=lambda row: -row["score"])
+            objects = [annotation for annotation in truth[image_id] if not annotation["iscrowd"]]
+            crowds = [annotation for annotation in truth[image_id] if annotation["iscrowd"]]
+            shared, areas = _overlaps(found, objects)
+            overlap = shared / (areas[0][:, None] + areas[1] - shared)
+            inside = np.any(
+                _overlaps(found, crowds)[0] >= least_overlap * areas[0][:, None], axis=1
+            )
+            free = np.ones(len(objects), bool)
+            for number, row in enumerate(found):
+                own = np.where(free, overlap[number], 0.0)
+                best = int(own.argmax()) if len(own) else -1
+                if best >= 0 and own[best] >= least_overlap:
+                    free[best] = False
+                    counts[place[objects[best]["category_id"]], place[row["category_id"]]] += 1
+                elif not inside[number]:
+                    counts[background, place[row["category_id"]]] += 1
+            for index in np.flatnonzero(free):
+                counts[place[objects[index]["category_id"]], background] += 1
+        return counts
+
     def entries(self) -> list[dict[str, Any]]:
         """The detections as COCO's results have them, for a file that ``loadRes`` of its tools takes."""
         # Only what the format has: its tools find the area themselves.
@@ -123,6 +192,9 @@ class CocoMetrics:
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
+        # Objects of all sizes, and the most detections of a picture: 100.
+        precision, recall = (np.asarray(evaluation.eval[name]) for name in ("precision", "recall"))
+        self.curves[kind] = precision[:, :, :, 0, -1], recall[:, :, 0, -1]
         return evaluation.stats
 
     def _entry(self, kind: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +205,16 @@ class CocoMetrics:
             entry["area"] = width * height
             del entry["segmentation"]
         return entry
+
+
+def _overlaps(
+    one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Areas that boxes x, y, width, height share, (n, m), and those of each."""
+    a, b = (np.array([row["bbox"] for row in rows], float).reshape(-1, 4) for rows in (one, other))
+    low = np.maximum(a[:, None, :2], b[:, :2])
+    high = np.minimum(a[:, None, :2] + a[:, None, 2:], b[:, :2] + b[:, 2:])
+    return (high - low).clip(min=0).prod(-1), (a[:, 2:].prod(1), b[:, 2:].prod(1))
 
 
 def _copy(annotations: Annotations) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from softfree.models.sequence import POOLINGS, SequenceClassifier
 from softfree.training import distributed
 from softfree.training.checkpoint import SETTINGS, locate
 from softfree.training.classification import parse_model_kwargs
+from softfree.training.confusion import add_pairs
 from softfree.training.devices import choose_device
 from softfree.training.distributed import Processes
 from softfree.training.engine import Outcome, Task
@@ -279,15 +280,26 @@ def build_encoder(arguments: dict[str, Any]) -> SequenceClassifier:
 
 
 def evaluate_sequences(
-    model: nn.Module, batches: Iterable[SequenceBatch], processes: Processes
+    model: nn.Module,
+    batches: Iterable[SequenceBatch],
+    processes: Processes,
+    confusion: Tensor | None = None,
 ) -> dict[str, float]:
-    """Accuracy in percent and the loss, over the batches of all processes."""
+    """Accuracy in percent and the loss, over the batches of all processes.
+
+    ``confusion``, zeros (classes, classes) int64, then counts what is taken for what: row the truth.
+    """
     sums = torch.zeros(4, dtype=torch.float64, device=processes.device)
     for batch in batches:
         logits = model(batch.tokens, batch.mask).float()
         found = score_labels(logits, batch.labels, reduction="sum")
+        if confusion is not None:
+            known = batch.labels != UNLABELLED
+            add_pairs(confusion, batch.labels[known], logits.argmax(-1)[known])
         sums += torch.stack([*found, torch.full_like(found[0], len(batch.tokens))])
     loss_sum, hit, count, samples = distributed.total(sums, processes).tolist()
+    if confusion is not None:
+        distributed.total(confusion, processes)
     return {"accuracy": 100 * hit / count, "loss": loss_sum / count, "samples": int(samples)}
 
 
@@ -303,10 +315,11 @@ def score_checkpoint(
     path: Path,
     samples: MapData,
     processes: Processes,
+    confusion: Tensor | None = None,
     **reading: Any,
 ) -> dict[str, float]:
     """Scores of a checkpoint folder on samples of its task; ``reading`` are keywords of :func:`evaluation`."""
     model, metadata = LongRange.load(path, processes.device)
     pad = PadSequences(metadata["model_kwargs"]["length"])
     with evaluation(samples, pad, processes, **reading) as (batches, _):
-        return evaluate_sequences(model, batches, processes)
+        return evaluate_sequences(model, batches, processes, confusion)

@@ -40,6 +40,7 @@ from softfree.models.segmentation import (
 )
 from softfree.models.views import AS_IS, Views
 from softfree.training.classification import Normalize
+from softfree.training.confusion import class_scores
 from softfree.training.dense import (
     SMALL_BACKBONE,
     SMALL_JITTER,
@@ -323,11 +324,12 @@ def evaluate_segmenter(
     processes: Processes,
     window: int = 0,
     views: Views = AS_IS,
-) -> tuple[dict[str, float], list[float]]:
-    """mIoU and pixel accuracy in percent, over the pictures of all processes, and the IoU of each class.
+) -> tuple[dict[str, float], Tensor]:
+    """mIoU and pixel accuracy in percent, over the pictures of all processes, and what is taken for what.
 
-    Intersections and unions are summed over all pictures before they are divided. A class that occurs
-    neither in the truth nor in the predictions does not count in the mean; its own IoU is NaN.
+    That is (classes, classes) int64, pixels: row the truth, column the prediction. Intersections and unions are
+    summed over all pictures before they are divided. A class that occurs neither in the truth nor in the
+    predictions does not count in the mean.
     """
     from torchmetrics.classification import MulticlassConfusionMatrix
 
@@ -339,11 +341,10 @@ def evaluate_segmenter(
                 size = class_maps.shape[1:]
                 classes = predict_classes(model, normalize(images), size, window, views)
                 confusion.update(classes, class_maps)
-    counts = confusion.compute().cpu().double()
-    overlap = counts.diag()
-    iou = 100 * overlap / (counts.sum(0) + counts.sum(1) - overlap)
-    accuracy = 100 * overlap.sum() / counts.sum().clamp(min=1)
-    return {"mIoU": iou.nanmean().item(), "accuracy": accuracy.item()}, iou.tolist()
+    counts = confusion.compute().cpu()
+    miou = torch.tensor(class_scores(counts)["IoU"], dtype=torch.float64).nanmean()
+    accuracy = 100 * counts.diag().sum() / counts.sum().clamp(min=1)
+    return {"mIoU": miou.item(), "accuracy": accuracy.item()}, counts
 
 
 def _same_sizes(batch: SegmentationBatch) -> Iterator[tuple[Tensor, Tensor]]:

@@ -48,18 +48,24 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     assert train.main(["detection", "--output", str(out), *FAST, *more]) == 0
     table, found = tmp_path / "scores.csv", tmp_path / "found.json"
     best = ["--checkpoint", str(out / "best")]
-    files = ["--csv", str(table), "--results", str(found)]
+    plot = tmp_path / "plot.png"
+    files = ["--csv", str(table), "--results", str(found), "--draw", str(plot), "--per-class"]
     assert validate.main(["detection", *best, "--workers", "0", *files]) == 0
+    assert min(Image.open(plot).size) > 300
     kinds = {"segmentation"} if detector == "mask-rcnn" else set()
     for entry in json.loads(found.read_text()):
         assert entry.keys() == {"image_id", "category_id", "bbox", "score"} | kinds
         assert entry["image_id"] in (0, 1) and 1 <= entry["category_id"] <= 5
     rows = list(csv.DictReader(table.open()))
+    boxes = [row["class"] for row in rows if row["kind"] == "box"]
+    assert boxes == ["all", *CLASSES, "background"]
+    rows = [row for row in rows if row["class"] == "all"]
     assert [row["kind"] for row in rows] == (
         ["box", "mask"] if detector == "mask-rcnn" else ["box"]
     )
     assert {"AP", "AP50", "AP75", "APS", "APM", "APL"} <= rows[0].keys()
-    assert "AP50" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "AP50 %" in printed and "Confusion matrix" in printed
     with pytest.raises(ValueError, match="`split` test: the embedded shapes have train and val"):
         validate.main(["detection", *best, "--workers", "0", "--split", "test"])
     sizes = ["--short-side", "64", "--tta", "--tta-scales", "0.5", "1"]
@@ -164,10 +170,21 @@ def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
     out = tmp_path / "out"
     assert train.main(["segmentation", "--output", str(out), *FAST]) == 0
     best = ["--checkpoint", str(out / "best")]
-    assert validate.main(["segmentation", *best, "--workers", "0", "--window", "64"]) == 0
+    table, plot = tmp_path / "scores.csv", tmp_path / "plot.png"
+    given = ["segmentation", *best, "--workers", "0", "--window", "64"]
+    assert validate.main(given) == 0
     printed = capsys.readouterr().out
-    assert "mIoU" in printed
-    assert "triangle" in printed
+    assert "mIoU" in printed and "triangle" in printed and "Confusion" not in printed
+    assert validate.main([*given, "--per-class", "--csv", str(table), "--draw", str(plot)]) == 0
+    assert "Confusion matrix" in capsys.readouterr().out
+    whole, *rows = csv.DictReader(table.open())
+    assert [row["class"] for row in rows] == ["ground", *CLASSES]
+    counts = np.array([[int(row[f"predicted {other['class']}"]) for other in rows] for row in rows])
+    assert counts.sum() == 2 * 96 * 96
+    share = 100 * counts.diagonal().sum() / counts.sum()
+    assert float(whole["accuracy"]) == pytest.approx(share)
+    assert float(rows[0]["accuracy"]) == pytest.approx(100 * counts[0, 0] / counts[0].sum())
+    assert min(Image.open(plot).size) > 300
     with pytest.raises(ValueError, match="`split` test: the embedded shapes have train and val"):
         validate.main(["segmentation", *best, "--workers", "0", "--split", "test"])
     views = ["--tta", "--tta-scales", "0.5", "1.5"]

@@ -86,6 +86,29 @@ def test_the_split_is_chosen_and_one_that_is_not_there_is_named(trained, tmp_pat
     assert "--split test: the embedded digits have train and val" in capsys.readouterr().err
 
 
+def test_classes_are_scored_listed_and_drawn(trained, tmp_path, capsys):
+    file, plot = tmp_path / "r.csv", tmp_path / "r.png"
+    argv = ["--checkpoint", trained / "best", "--per-class", "--csv", file, "--draw", plot]
+    assert run(*argv) == 0
+    out = capsys.readouterr().out
+    assert "recall %" in out and "Confusion matrix" in out
+    with file.open(newline="") as stream:
+        whole, *rows = csv.DictReader(stream)
+    assert whole["class"] == "all" and [row["class"] for row in rows] == list("0123456789")
+    hits = sum(int(row[f"predicted {row['class']}"]) for row in rows)
+    assert 100 * hits / 360 == pytest.approx(float(whole["top1"]))
+    for row in rows:
+        counts = [int(row[f"predicted {digit}"]) for digit in range(10)]
+        assert sum(counts) == int(row["pictures"])
+        own = 100 * counts[int(row["class"])] / sum(counts)
+        assert float(row["recall"]) == pytest.approx(own)
+    assert min(Image.open(plot).size) > 300
+    assert run(*argv, "--img-size", 32, 64) == 2
+    assert "--per-class and --draw take one --img-size, got 32 64" in capsys.readouterr().err
+    assert run("--checkpoint", trained / "best", "--draw", tmp_path / "r.txt") == 2
+    assert "--draw must end in .png" in capsys.readouterr().err
+
+
 def test_the_pictures_of_a_test_folder_are_scored(tmp_path, capsys):
     path = tmp_path / "weights.pth"
     torch.save(timm.create_model("resnet10t", num_classes=2).state_dict(), path)

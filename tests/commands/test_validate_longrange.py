@@ -1,5 +1,6 @@
 """`softfree validate longrange`: a checkpoint is scored with nothing but its folder."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -74,6 +75,16 @@ def test_a_part_of_the_samples_can_be_scored(output, capsys):
     assert "3 samples" in capsys.readouterr().out
     with pytest.raises(ValueError, match="`eval_samples` must be at least 0, got -1"):
         validate(output / "best", workers=0, eval_samples=-1)
+
+
+def test_classes_are_scored(output, tmp_path, capsys):
+    validate(output / "best", per_class=True, csv=tmp_path / "r.csv", workers=0)
+    out = capsys.readouterr().out
+    assert "recall %" in out and "Confusion matrix" in out
+    with (tmp_path / "r.csv").open(newline="") as stream:
+        whole, *rows = csv.DictReader(stream)
+    hits = sum(int(row[f"predicted {row['class']}"]) for row in rows)
+    assert 100 * hits / 5 == pytest.approx(float(whole["accuracy"]))
 
 
 def test_a_folder_without_a_checkpoint_is_named(output, tmp_path):

@@ -1,7 +1,9 @@
 """AP is 100 for the truth, the same by both packages, and each image counts once."""
 
+import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +100,96 @@ def test_both_packages_take_the_results_as_a_file_and_give_the_same_ap(tmp_path,
         step()
     ours = [scores[f"{kind}_{name}"] for name in ("AP", "AP50", "AP75")]
     assert 100 * evaluation.stats[:3] == pytest.approx(ours)
+
+
+@pytest.mark.parametrize("kind", ["box", "mask"])
+def test_the_ap_of_a_class_is_that_of_its_category_alone(kind):
+    pytest.importorskip("pycocotools")
+    api = coco_api("pycocotools")
+    metrics = CocoMetrics(TRUTH, CATEGORIES, masks=True)
+    metrics.update(range(12), [noisy(i) for i in range(12)])
+    scores = metrics.compute(ALONE)
+    ours = metrics.of_classes(kind)
+    truth = api.COCO()
+    truth.dataset = copy.deepcopy({"info": {}, **TRUTH})
+    truth.createIndex()
+    for place, category in enumerate(CATEGORIES):
+        entries = [e for e in metrics.entries() if e["category_id"] == category]
+        kinds = {"box": "bbox", "mask": "segm"}
+        evaluation = api.COCOeval(truth, truth.loadRes(entries), kinds[kind])
+        evaluation.params.catIds = [category]
+        for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
+            step()
+        expected = 100 * evaluation.stats[[0, 1, 2, 8]]
+        names = ("AP", "AP50", "AP75", "AR")
+        assert [ours[name][place] for name in names] == pytest.approx(expected), category
+    assert sum(ours["AP"]) / 5 == pytest.approx(scores[f"{kind}_AP"])
+
+
+def picture_of(objects, found):
+    """Metrics of one picture with ``objects`` (category, x, crowd) and ``found`` (category, x, score), all 10 x 10."""
+    truth = {
+        "images": [{"id": 7, "width": 100, "height": 100, "file_name": "a"}],
+        "annotations": [
+            dict(id=1, image_id=7, category_id=category, bbox=[x, 0, 10, 10], area=100, iscrowd=crowd)
+            for category, x, crowd in objects
+        ],
+        "categories": [dict(id=3, name="cat"), dict(id=5, name="dog"), dict(id=9, name="bird")],
+    }  # fmt: skip
+    metrics = CocoMetrics(truth, [3, 5, 9])
+    boxes = torch.tensor([[x, 0, x + 10, 10] for _, x, _ in found]).reshape(-1, 4)
+    detection = dict(
+        boxes=boxes.float(),
+        labels=torch.tensor([[3, 5, 9].index(category) + 1 for category, _, _ in found]).long(),
+        scores=torch.tensor([score for _, _, score in found]),
+    )
+    metrics.update([7], [detection])
+    metrics.compute(ALONE)
+    return metrics
+
+
+def test_the_ap_of_a_class_by_hand():
+    objects = [(3, 0, 0), (3, 20, 0), (5, 40, 0)]
+    # Found, false, found: up to recall 0.5 the precision is 1, from there 2/3, at 101 places.
+    found = [(3, 0, 0.9), (3, 60, 0.8), (3, 20, 0.7)]
+    figures = picture_of(objects, found).of_classes("box")
+    expected = 100 * (51 + 50 * 2 / 3) / 101
+    assert figures["AP50"] == [pytest.approx(expected), 0, None]
+    assert figures["AR"] == [pytest.approx(100), 0, None]
+    nothing = picture_of(objects, []).of_classes("box")
+    assert nothing["AP"] == nothing["AR"] == [0, 0, None]
+
+
+def test_what_is_taken_for_what_by_hand():
+    cat, dog, bird = 3, 5, 9
+    objects = [(cat, 0, 0), (dog, 20, 0), (bird, 40, 0), (cat, 80, 1)]
+    found = [
+        (cat, 1, 0.9),  # overlaps the cat by 9 / 11
+        (cat, 2, 0.8),  # a second one of the same cat, by 8 / 12
+        (cat, 21, 0.7),  # the dog, taken for a cat
+        (dog, 20, 0.6),  # the dog, too late
+        (bird, 44, 0.9),  # overlaps the bird by 6 / 14, too little
+        (bird, 40, 0.3),  # the bird, not certain enough
+        (dog, 84, 0.9),  # more than half inside the crowd
+    ]
+    metrics = picture_of(objects, found)
+    assert metrics.objects() == [1, 1, 1]
+    expected = [
+        [1, 0, 0, 0],  # the cat
+        [1, 0, 0, 0],  # the dog
+        [0, 0, 0, 1],  # the bird is missed
+        [1, 1, 1, 0],  # nothing there
+    ]
+    assert metrics.confusion(0.5).tolist() == expected
+    # The bird is found, once it may be.
+    assert metrics.confusion(0.3)[2].tolist() == [0, 0, 1, 0]
+
+
+def test_the_truth_is_taken_for_itself():
+    metrics = CocoMetrics(TRUTH, CATEGORIES)
+    metrics.update(range(12), [truth_of(i) for i in range(12)])
+    metrics.compute(ALONE)
+    assert metrics.confusion(0.5).tolist() == np.diag([*metrics.objects(), 0]).tolist()
 
 
 def test_both_packages_give_the_same_figures():

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from softfree.analysis import describe_environment
-from softfree.commands.common import check_output, check_positive, save_rows
+from softfree.analysis.plots import save_figure
+from softfree.commands.common import check_figure, check_output, check_positive, save_rows
+from softfree.commands.validate.classes import ClassScores
 from softfree.data.images import Unreadable
 from softfree.models.checks import check_at_least
 from softfree.models.views import Views
@@ -28,6 +32,7 @@ class Scores:
     table: Table | None = None
     line: str = ""
     unreadable: Sequence[Unreadable] = ()
+    classes: ClassScores | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,13 +53,28 @@ class Validation(ABC):
     """autocast; 'auto': bfloat16 on a GPU, none on a CPU"""
     device: str = "auto"
     """'cuda', 'cpu', or 'auto' for the GPU if there is one"""
+    per_class: bool = False
+    """also the scores of each class, and the confusion matrix"""
     csv: Path | None = None
     """write the table to this CSV file, with date, device and versions"""
+    draw: Path | None = None
+    """draw the scores of each class and the confusion matrix into this file (.png, .pdf or .svg)"""
 
     @property
     def reading(self) -> dict[str, Any]:
         """Keywords of :func:`~softfree.training.loading.evaluation`."""
         return dict(batch_size=self.batch_size, workers=self.workers, amp_dtype=self.amp_dtype)
+
+    @property
+    def looks_at_classes(self) -> bool:
+        """Whether classes are asked for: to be shown or drawn."""
+        return self.per_class or self.draw is not None
+
+    def new_confusion(self, classes: int, processes: Processes) -> Tensor | None:
+        """Zeros (classes, classes) to count in what is taken for what, where that is asked for."""
+        if not self.looks_at_classes:
+            return None
+        return torch.zeros(classes, classes, dtype=torch.int64, device=processes.device)
 
     @property
     def subject(self) -> str:
@@ -73,6 +93,7 @@ class Validation(ABC):
     def run(self) -> int:
         """Score, print and write; return the exit code."""
         check_output("--csv", self.csv)
+        check_figure("--draw", self.draw)
         check_positive("--batch-size", self.batch_size)
         check_at_least(0, workers=self.workers)
         with join_processes(self.device) as processes:
@@ -82,14 +103,27 @@ class Validation(ABC):
                 for file in dict.fromkeys(skipped):
                     print(f"skipped {file.path}: {file.reason}")
                 console = Console(highlight=False)
-                if scores.table is not None:
+                if scores.title:
                     console.print(
                         scores.title, style="bold", markup=False, soft_wrap=not console.is_terminal
                     )
+                if scores.table is not None:
                     console.print(scores.table)
+                if scores.classes is not None and (self.per_class or scores.table is None):
+                    scores.classes.print(console)
+                if scores.classes is not None and self.per_class:
+                    scores.classes.print_confusion(console)
                 if scores.line:
                     console.print(scores.line, markup=False, soft_wrap=not console.is_terminal)
-                save_rows(self.csv, scores.rows, describe_environment(processes.device))
+                rows = list(scores.rows)
+                if scores.classes is not None:
+                    rows = [{**self.row, "class": "all", **row} for row in rows]
+                    rows += scores.classes.rows(self.row)
+                save_rows(self.csv, rows, describe_environment(processes.device))
+                if self.draw is not None and scores.classes is not None:
+                    save_figure(
+                        scores.classes.draw(scores.title or self.subject), self.draw, "plot"
+                    )
         return 0
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from softfree.commands.common import check_positive, make_table
 from softfree.commands.validate.base import PictureValidation, Scores, check_classes
+from softfree.commands.validate.classes import classes_of
 from softfree.data.classification import load_images
 from softfree.data.images import ImageDataset, Unreadable
 from softfree.data.resident import ResidentImages
@@ -73,11 +74,16 @@ class ValidateClassification(PictureValidation):
         pictures: ImageDataset | ResidentImages = chosen
         if self.data_on_device:
             pictures = ResidentImages(chosen, processes.device, self.workers)
+        sizes = self.img_size or (metadata["img_size"],)
+        if self.looks_at_classes and len(sizes) > 1:
+            listed = " ".join(map(str, sizes))
+            raise ValueError(f"--per-class and --draw take one --img-size, got {listed}")
+        confusion = self.new_confusion(len(data.class_names), processes)
         rows, unreadable = [], list[Unreadable]()
         table = make_table(["img size", "top-1 %", "top-5 %", "loss", "pictures", "img/s"])
-        for size in self.img_size or (metadata["img_size"],):
+        for size in sizes:
             scores, skipped = score_classifier(
-                network, metadata, pictures, size, processes, self.views, **self.reading
+                network, metadata, pictures, size, processes, self.views, confusion, **self.reading
             )
             rows.append({**self.row, "img_size": size, **scores})
             unreadable += skipped
@@ -89,4 +95,6 @@ class ValidateClassification(PictureValidation):
                 f"{scores['samples']:,}",
                 f"{scores['img_per_s']:,.0f}",
             )
-        return Scores(f"{metadata['model']}, {self.subject}", rows, table, unreadable=unreadable)
+        classes = classes_of("pictures", data.class_names, confusion)
+        title = f"{metadata['model']}, {self.subject}"
+        return Scores(title, rows, table, unreadable=unreadable, classes=classes)

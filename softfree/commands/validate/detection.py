@@ -7,6 +7,7 @@ from typing import Any
 
 from softfree.commands.common import check_output, make_table, write_json
 from softfree.commands.validate.base import PictureValidation, Scores, check_classes
+from softfree.commands.validate.classes import ClassScores
 from softfree.data.detection import collate_detection, load_split
 from softfree.data.layouts import announce
 from softfree.models.checks import check_at_least
@@ -38,6 +39,8 @@ class ValidateDetection(PictureValidation):
     """no side becomes longer than this; otherwise as in the training, in proportion to --short-side"""
     batch_size: int = 8
     """pictures at a time"""
+    min_score: float = 0.5
+    """of the confusion matrix: leave out objects that the detector is less certain of, as predict does"""
     results: Path | None = None
     """write what was found to this file, as COCO's own tools read it (their loadRes)"""
 
@@ -51,6 +54,8 @@ class ValidateDetection(PictureValidation):
 
     def score(self, processes: Processes) -> Scores:
         check_output("--results", self.results)
+        if not 0 <= self.min_score <= 1:
+            raise ValueError(f"--min-score must be from 0 to 1, got {self.min_score:g}")
         model, metadata = Detection.load(self.checkpoint, processes.device)
         masks = metadata["detector"] == "mask-rcnn"
         trained_on = data_settings(self.checkpoint, DetectionDataSettings)
@@ -72,10 +77,19 @@ class ValidateDetection(PictureValidation):
         if processes.main and self.results is not None:
             write_json(self.results, metrics.entries())
         rows, table = [], make_table(["", *FIGURES])
-        for kind in ("box", "mask") if masks else ("box",):
+        kinds = ("box", "mask") if masks else ("box",)
+        for kind in kinds:
             figures = {name: scores.get(f"{kind}_{name}") for name in FIGURES}
             rows.append({**self.row, "kind": kind, **figures})
             table.add_row(kind, *("-" if x is None else f"{x:.1f}" for x in figures.values()))
         title = f"{metadata['detector']} on {metadata['model']}, {self.subject}"
         line = f"results written to {self.results}" if self.results else ""
-        return Scores(title, rows, table, line, unreadable)
+        classes = None
+        if self.looks_at_classes:
+            classes = ClassScores(
+                data.class_names,
+                ("objects", metrics.objects()),
+                {kind: metrics.of_classes(kind) for kind in kinds},
+                metrics.confusion(self.min_score),
+            )
+        return Scores(title, rows, table, line, unreadable, classes)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from softfree.commands.validate.base import Scores, Validation
+from softfree.commands.validate.classes import classes_of
 from softfree.data.longrange import some_samples
 from softfree.training.checkpoint import SETTINGS, check_task, locate, read_metadata
 from softfree.training.distributed import Processes
@@ -38,10 +39,16 @@ class ValidateLongRange(Validation):
         if self.data_dir is not None:
             settings = dataclasses.replace(settings, data_dir=self.data_dir)
         split = "dev" if self.split == "val" else self.split
-        samples = some_samples(getattr(load_data(settings), split), self.eval_samples)
-        scores = score_checkpoint(folder, samples, processes, **self.reading)
+        data = load_data(settings)
+        samples = some_samples(getattr(data, split), self.eval_samples)
+        confusion = self.new_confusion(len(data.class_names), processes)
+        scores = score_checkpoint(folder, samples, processes, confusion, **self.reading)
+        what = "tokens" if data.task.per_token else "samples"
+        classes = classes_of(what, data.class_names, confusion)
         line = (
             f"{settings.task} {self.split}: accuracy {scores['accuracy']:.2f}%, "
             f"loss {scores['loss']:.4f}, {scores['samples']:,} samples"
         )
-        return Scores("", [{**self.row, "task": settings.task, **scores}], line=line)
+        return Scores(
+            "", [{**self.row, "task": settings.task, **scores}], line=line, classes=classes
+        )

@@ -1,17 +1,14 @@
 """`softfree validate` for segmentation networks."""
 
 import dataclasses
-import math
-from typing import Any
 
-from rich.markup import escape
-
-from softfree.commands.common import make_table
 from softfree.commands.validate.base import PictureValidation, Scores, check_classes
+from softfree.commands.validate.classes import ClassScores
 from softfree.data.layouts import announce
 from softfree.data.segmentation import EvalTransform, collate_pictures, load_split
 from softfree.training.checkpoint import data_settings
 from softfree.training.classification import Normalize
+from softfree.training.confusion import class_scores
 from softfree.training.distributed import Processes
 from softfree.training.loading import evaluation
 from softfree.training.segmentation import (
@@ -54,7 +51,7 @@ class ValidateSegmentation(PictureValidation):
         data.transform = EvalTransform(side or None)
         reading = evaluation(data, collate_pictures, processes, **self.reading)
         with reading as (batches, unreadable):
-            scores, of_class = evaluate_segmenter(
+            scores, counts = evaluate_segmenter(
                 model,
                 batches,
                 Normalize(metadata["mean"], metadata["std"]),
@@ -63,19 +60,25 @@ class ValidateSegmentation(PictureValidation):
                 window=metadata["window"] if self.window is None else self.window,
                 views=views,
             )
-        rows: list[dict[str, Any]] = [
-            {**self.row, "class": name, "IoU": iou}
-            for name, iou in [("all (mean)", scores["mIoU"]), *zip(names, of_class, strict=True)]
-        ]
-        table = make_table(["class", "IoU %"])
-        for row in rows[1:]:
-            iou = row["IoU"]
-            table.add_row(escape(row["class"]), "-" if math.isnan(iou) else f"{iou:.1f}")
+        of_class = class_scores(counts)
+        classes = ClassScores(
+            names,
+            ("pixels", counts.sum(1).tolist()),
+            {"": {"IoU": of_class["IoU"], "accuracy": of_class["recall"]}},
+            counts.numpy() if self.looks_at_classes else None,
+        )
         head = HEAD_TITLES[metadata["arguments"].get("head", "upernet")]
         return Scores(
             f"{head} on {metadata['model']}, {self.subject}",
-            rows,
-            table,
-            f"mIoU {scores['mIoU']:.2f} %, pixel accuracy {scores['accuracy']:.2f} %",
-            unreadable,
+            [
+                {
+                    **self.row,
+                    "class": "all (mean)",
+                    "IoU": scores["mIoU"],
+                    "accuracy": scores["accuracy"],
+                }
+            ],
+            line=f"mIoU {scores['mIoU']:.2f} %, pixel accuracy {scores['accuracy']:.2f} %",
+            unreadable=unreadable,
+            classes=classes,
         )
