@@ -27,7 +27,7 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 
 from softfree.data.classification import has_fewer, lacks_validation, load_images
-from softfree.data.drawing import RIGHT, WRONG, Tile, to_tile
+from softfree.data.drawing import COLUMNS, RIGHT, WRONG, Tile, to_tile
 from softfree.data.images import (
     Batch,
     ImageData,
@@ -240,6 +240,7 @@ class Classification(PictureTask):
     metric = "top1"
     capturable = True
     make_batch = staticmethod(collate_images)
+    predicted = 4 * COLUMNS
 
     @classmethod
     def usual_recipe(cls, given: Given) -> str:
@@ -445,7 +446,7 @@ class Classification(PictureTask):
         for image, label, chance, number in zip(
             batch.images, batch.labels.tolist(), chances.tolist(), classes.tolist(), strict=True
         ):
-            caption, right = f"{self.class_names[number]} {chance:.0%}", number == label
+            caption, right = f"{self.class_names[number]} ({chance:.0%})", number == label
             caption += "" if right else f", is {self.class_names[label]}"
             tiles.append(to_tile(image, caption, RIGHT if right else WRONG))
         return tiles

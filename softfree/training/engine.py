@@ -39,6 +39,8 @@ from softfree.training.loading import evaluation_batches, read_batches
 from softfree.training.lock import locked
 from softfree.training.logs import (
     EVAL_CSV,
+    PREDICTIONS,
+    PREVIEW,
     TEST_RESULT,
     TRAIN_CSV,
     RunLog,
@@ -64,8 +66,8 @@ from softfree.training.step import check_graph, create_step
 RUN_FILES = ("last", "best", TRAIN_CSV, EVAL_CSV, TEST_RESULT, "tensorboard")
 
 
-# Samples on the page that is drawn at a run's start, and on that of an evaluation.
-PREVIEWED, PREDICTED = 4 * COLUMNS, 2 * COLUMNS
+# Samples on the page that is drawn at a run's start.
+PREVIEWED = 4 * COLUMNS
 
 
 class Task(ABC):
@@ -210,10 +212,11 @@ class PictureTask(Task):
     """A task whose pictures lie in files, some of which may be unreadable.
 
     ``make_batch(samples, refill=False)`` makes a batch with a field ``unreadable``; ``refill`` repeats items in
-    place of those.
+    place of those. ``predicted`` is the number of validation samples that are drawn at an evaluation.
     """
 
     make_batch: Callable[..., Any]
+    predicted: int = 2 * COLUMNS
 
     def collate(self, samples: list[Any]) -> Any:
         return collate_training(self.make_batch, samples, self.train_data)
@@ -246,7 +249,7 @@ class PictureTask(Task):
 
     def predictions(self, model: nn.Module, step: int, device: torch.device) -> Image.Image:
         """Some validation samples, always the same, with what the model makes of them: a page."""
-        count = min(PREDICTED, len(self.eval_data))
+        count = min(self.predicted, len(self.eval_data))
         indices = [len(self.eval_data) * number // count for number in range(count)]
         tiles = self.draw_predictions(model, indices, device)
         return sheet(tiles, f"{self.name}: validation samples at step {step:,}")
@@ -422,7 +425,7 @@ class _Training:
         )
 
     def _remove_earlier_run(self) -> None:
-        for name in RUN_FILES:
+        for name in (*RUN_FILES, PREVIEW, PREDICTIONS):
             checkpoint.remove(self.run.output / name)
 
     def _build_model(self) -> nn.Module:
@@ -658,6 +661,7 @@ class _Training:
             scores = self.task.evaluate(
                 model, self._until_stopped(batches, stop_request), self.processes
             )
+            self._draw_predictions(model)
         self.plain.train()
         score = scores[metric]
         better = position.best is None or (
@@ -687,6 +691,14 @@ class _Training:
             best=None if better else position.best,
         )
         return scores
+
+    def _draw_predictions(self, model: nn.Module) -> None:
+        if not isinstance(self.task, PictureTask) or not self.processes.main:
+            return
+        # For a few pictures alone nothing is compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            page = self.task.predictions(model, self.position.step, self.device)
+        self.log.picture(PREDICTIONS, self.position.step, page)
 
     def _until_stopped(self, batches: Generator[Any], stop_request: StopRequest) -> Generator[Any]:
         """The batches; a process alone need not see an evaluation through when it is asked to stop.
@@ -761,5 +773,9 @@ class _Training:
         )
         samples = (len(data) for data in (self.task.train_data, self.task.eval_data))
         self.log.say("{:,} training and {:,} validation samples".format(*samples))
+        if isinstance(self.task, PictureTask) and self.processes.main:
+            page = self.task.preview(self.run.seed, self.device)
+            self.log.picture(PREVIEW, self.position.step, page)
+            self.log.say(f"{self.run.output / PREVIEW} shows some of them as the model sees them")
         if self.position.step:
             self.log.say(f"going on from step {self.position.step:,}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import io
 import json
 import math
 import sys
@@ -10,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -18,6 +21,7 @@ from softfree.data.files import replace_durably
 from softfree.data.images import Unreadable, printable
 
 TRAIN_CSV, EVAL_CSV, TEST_RESULT = "train.csv", "eval.csv", "test.json"
+PREVIEW, PREDICTIONS = "preview.png", "predictions.png"
 # The bar is drawn by the loop itself: no thread runs beside the training.
 REDRAW_SECONDS = 0.5
 
@@ -174,6 +178,22 @@ class RunLog:
                 self.tensorboard.add_scalar(f"{part}/{name}", value, step)
         if self.wandb is not None:
             self.wandb.log({f"{part}/{name}": value for name, value in numbers.items()}, step=step)
+
+    def picture(self, file: str, step: int, page: Image.Image) -> None:
+        """A picture in the place of the last one of its name; TensorBoard and Weights & Biases keep all."""
+        if not self.active:
+            return
+        content = io.BytesIO()
+        # Hardly larger than by default, in a third of the time.
+        page.save(content, "PNG", compress_level=1)
+        replace_durably(self.output / file, content.getvalue())
+        name = file.removesuffix(".png")
+        if self.tensorboard is not None:
+            self.tensorboard.add_image(name, np.asarray(page), step, dataformats="HWC")
+        if self.wandb is not None:
+            import wandb  # type: ignore[import-not-found, unused-ignore]
+
+            self.wandb.log({name: wandb.Image(page)}, step=step)
 
 
 class Timer:

@@ -10,6 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from softfree.data.images import Batch, Unreadable
 from softfree.training.checkpoint import read_weights
@@ -80,6 +81,44 @@ def test_scores_of_the_loaded_model_are_those_of_the_run(trained):
         scores = evaluate_classifier(model, batches, task.normalize, ALONE)
     saved = json.loads((trained / "best" / "metadata.json").read_text())["run"]["best"]
     assert scores["top1"] == pytest.approx(saved) and scores["samples"] == 360
+
+
+def test_a_run_shows_its_samples_and_predictions_and_another_begins_without_them(trained, tmp_path):
+    def page(folder, name):
+        with Image.open(folder / name) as opened:
+            return opened.convert("RGB")
+
+    task = Classification(settings())
+    seed, device = RunSettings().seed, torch.device("cpu")
+    assert task.preview(seed, device).tobytes() == page(trained, "preview.png").tobytes()
+    model, _ = Classification.load(trained / "best")
+    with torch.no_grad():
+        seen = task.predictions(model, 2, device)
+    assert seen.tobytes() == page(trained, "predictions.png").tobytes()
+    for name in ("preview.png", "predictions.png"):
+        (tmp_path / name).write_bytes(b"of an earlier run")
+    Classification.run(settings(tmp_path, eval_every=1000, overwrite=True, optim={"steps": 1}))
+    assert page(tmp_path, "preview.png").tobytes() == page(trained, "preview.png").tobytes()
+
+
+@pytest.mark.parametrize("augment", [dict(mixup=0.8), dict(reprob=1.0), dict(smoothing=0.1)])
+def test_what_is_drawn_is_what_the_model_is_given(augment):
+    task = Classification(settings(augment=augment))
+    batch = task.collate([task.train_data[index] for index in range(4)])
+    seed_all(0)
+    given = task.prepare(batch)
+    images = given.images if "smoothing" not in augment else task.normalize(batch.images)
+    seed_all(0)
+    tiles = task.draw_batch(batch)
+    for tile, image in zip(tiles, images, strict=True):
+        # A pixel of 32 x 32 is a square of the tile.
+        shown = task.normalize(pil_to_tensor(tile.picture)[:, 5::10, 5::10])
+        least, most = (task.normalize(torch.full((3, 1, 1), level)) for level in (0, 255))
+        torch.testing.assert_close(shown, image.clamp(least, most), rtol=0, atol=0.01)
+    if "mixup" in augment:
+        assert all("%" in tile.caption for tile in tiles)
+    else:
+        assert [tile.caption for tile in tiles] == [str(label) for label in batch.labels.tolist()]
 
 
 def test_scores_count_hits_among_the_first_and_the_first_five():

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("faster_coco_eval")
 
 from softfree.data.detection import load_detection
+from softfree.data.drawing import objects_tile
 from softfree.models.views import Views
 from softfree.training.detection import (
     RECIPES,
@@ -86,6 +87,9 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path, detecto
     outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
     assert outcome.position.step == 3
     assert task.metric in outcome.scores
+    assert {"preview.png", "predictions.png"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
     model, metadata = Detection.load(tmp_path / "out" / "best")
     assert metadata["class_names"] == ["circle", "square", "triangle", "star", "cross"]
     assert metadata["detector"] == detector
@@ -318,3 +322,33 @@ def test_no_more_objects_are_kept_of_all_views_than_of_one(spot):
 
     [merged] = detect(Restless(), [spot], Views((0.5, 1.0, 2.0)))
     assert len(merged["boxes"]) == 2
+
+
+def test_predictions_are_drawn_below_the_truth(tmp_path):
+    data = shapes("mask-rcnn")
+    task = Detection(tiny(tmp_path, "mask-rcnn"), data)
+    truth = dict(data.val[1][1], scores=torch.tensor(1.0))
+
+    class Seer(torch.nn.Module):
+        """Finds in each picture the objects of one, the last of them with little certainty."""
+
+        transform = task.build_model().transform
+
+        def forward(self, images):
+            scores = torch.ones(len(truth["labels"]))
+            scores[-1] = 0.1
+            found = dict(
+                boxes=truth["boxes"], labels=truth["labels"], scores=scores,
+                masks=truth["masks"][:, None].float(),
+            )  # fmt: skip
+            return [found for _ in images]
+
+    tiles = task.draw_predictions(Seer(), [0, 1], torch.device("cpu"))
+    assert [tile.caption.split(",")[0] for tile in tiles] == ["truth", "truth", "", "", "predicted", "predicted", "", ""]  # fmt: skip
+    names, image = task.data.class_names, data.val[1][0]
+    sure = {
+        name: value[:-1] for name, value in truth.items() if name in ("boxes", "labels", "masks")
+    }
+    expected = objects_tile(image, {**sure, "scores": torch.ones(len(sure["labels"]))}, names)
+    assert tiles[5].picture.tobytes() == expected.picture.tobytes()
+    assert tiles[1].picture.tobytes() != tiles[5].picture.tobytes()

@@ -4,6 +4,7 @@ import csv
 
 import pytest
 import torch
+from PIL import Image
 
 from softfree.data.images import Unreadable
 from softfree.training import logs
@@ -38,6 +39,7 @@ def test_other_processes_write_and_say_nothing_but_what_they_alone_know(tmp_path
         log.record("train.csv", 1, {"loss": 0.5})
         log.say("hello")
         log.unreadable(Unreadable("a.jpg", "empty"))
+        log.picture("a.png", 1, Image.new("RGB", (4, 4)))
     assert not list(tmp_path.iterdir())
     out, err = capsys.readouterr()
     assert out == "" and err == "skipped a.jpg: empty\n"
@@ -54,6 +56,24 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     events.Reload()
     (event,) = events.Scalars("eval/top1")
     assert (event.step, event.value) == (3, 97.5)
+
+
+def test_the_last_picture_is_in_the_folder_and_all_are_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunLog(tmp_path, 0, 10, active=True) as log:
+        log.open_tensorboard()
+        for step, grey in ((3, 10), (6, 200)):
+            log.picture("predictions.png", step, Image.new("RGB", (4, 5), (grey,) * 3))
+    with Image.open(tmp_path / "predictions.png") as page:
+        assert page.size == (4, 5) and page.getpixel((0, 0)) == (200, 200, 200)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(image.step, image.height) for image in events.Images("predictions")] == [
+        (3, 5),
+        (6, 5),
+    ]
 
 
 @pytest.mark.parametrize("package", ["wandb", "torch.utils.tensorboard"])

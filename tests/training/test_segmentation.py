@@ -68,6 +68,9 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path):
     settings = tiny(tmp_path)
     task = Segmentation(settings, shapes())
     outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
+    assert {"preview.png", "predictions.png"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
     model, metadata = Segmentation.load(tmp_path / "out" / "best")
     assert metadata["class_names"][0] == "ground"
     batches = [task.collate_eval([task.eval_data[index]]) for index in range(3)]
