@@ -1,5 +1,6 @@
 """Pictures of results: a photo with its likeliest classes, and what the quickstart has learned."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ LOSS, ACCURACY = "#8250df", "#0969da"
 MAX_SIDE = 800  # of a photo in a drawing
 LONGEST_LABEL = 28
 ROWS, COLUMNS = 5, 6
+DPI = 120
 OUTLINE = 110  # grey that parts a digit from what is around it
 
 
@@ -36,9 +38,9 @@ class HeatMap(NamedTuple):
 
 
 def draw_classes(
-    path: Path, picture: Image.Image, labels: Sequence[str], probabilities: Sequence[float]
-) -> None:
-    """Write a photo with a bar for each of its likeliest classes beside it."""
+    picture: Image.Image, labels: Sequence[str], probabilities: Sequence[float]
+) -> Image.Image:
+    """A photo with a bar for each of its likeliest classes beside it."""
     figure = _figure(9, 4)
     photo, bars = figure.subplots(1, 2, width_ratios=(1, 1))
     small = picture.copy()
@@ -57,7 +59,9 @@ def draw_classes(
     bars.tick_params(length=0)
     for place, probability in zip(places, probabilities, strict=True):
         bars.text(probability + 0.015, place, f"{probability:.1%}", va="center", color=INK)
-    _save(figure, path)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=DPI)
+    return Image.open(content).convert("RGB")
 
 
 def draw_quickstart(
@@ -151,4 +155,4 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, path: Path) -> None:
-    write_figure(figure, path, dpi=120)
+    write_figure(figure, path, dpi=DPI)

@@ -41,11 +41,14 @@ def masks_at(codes: Sequence[dict[str, Any]], image: Tensor) -> Tensor:
 
 
 def with_legend(
-    picture: Image.Image, labels: Sequence[str], colours: Sequence[Colour]
+    picture: Image.Image,
+    labels: Sequence[str],
+    colours: Sequence[Colour],
+    others: Sequence[str] = (),
 ) -> Image.Image:
-    """The picture with a list of colours to its right."""
+    """The picture with a list of colours to its right, wide enough for the labels of ``others`` of its kind, too."""
     font = ImageFont.load_default(LETTERS)
-    width = max(int(font.getlength(label)) for label in labels) + 3 * LETTERS
+    width = max(int(font.getlength(label)) for label in (*labels, *others)) + 3 * LETTERS
     rows = max(1, picture.height // (2 * LETTERS))
     page = Image.new("RGB", (picture.width + width, picture.height), "white")
     page.paste(picture)

@@ -17,7 +17,8 @@ import softfree.data.detection
 import softfree.data.segmentation
 from softfree.commands import check_data, predict, train, validate
 from softfree.commands.predict.detector import ObjectDetector
-from softfree.data.coco import shape_annotations
+from softfree.commands.predict.segmenter import Segmenter
+from softfree.data.coco import encode_mask, shape_annotations
 from softfree.data.drawing import LETTERS, colour, place_labels, rows_of_pictures
 from softfree.data.shapes import CLASSES, draw_shapes
 
@@ -125,7 +126,7 @@ def test_a_label_at_the_right_edge_is_drawn_whole(tmp_path):
     detector = ObjectDetector.__new__(ObjectDetector)
     detector.class_names = ["background", "square"]
     [entry] = result = [{"label": "square", "score": 0.9, "box": [460.0, 100.0, 479.0, 140.0]}]
-    detector.draw(tmp_path / "a.png", Image.new("RGB", (480, 480)), {"objects": result})
+    detector.drawing(Image.new("RGB", (480, 480)), {"objects": result}).save(tmp_path / "a.png")
     # The line above the letters has the colour of the box, over the whole label.
     row = np.asarray(Image.open(tmp_path / "a.png"))[100 - LETTERS - 4]
     label = f"{entry['label']} {entry['score']:.0%}"
@@ -155,10 +156,23 @@ def test_the_truth_has_no_score_and_classes_have_colours_of_their_own(tmp_path):
     drawn = []
     for scored in ({}, {"score": 1.0}):
         entry = {"label": "cat", "box": [100, 100, 200, 200], **scored}
-        detector.draw(tmp_path / "a.png", Image.new("RGB", (480, 480)), {"objects": [entry]})
+        detector.drawing(Image.new("RGB", (480, 480)), {"objects": [entry]}).save(
+            tmp_path / "a.png"
+        )
         drawn.append(np.asarray(Image.open(tmp_path / "a.png")))
     label = np.argwhere((drawn[0] != drawn[1]).any(-1))
     assert label[:, 1].min() > 100 + 20  # what follows the name
+
+
+def test_drawings_of_a_segmenter_are_as_wide_whatever_is_seen():
+    segmenter = Segmenter.__new__(Segmenter)
+    segmenter.class_names = ["sky", "a class of a longer name"]
+    sizes = set()
+    for name in segmenter.class_names:
+        mask = encode_mask(np.ones((48, 64), bool))
+        entry = {"label": name, "share": 1.0, "mask": mask}
+        sizes.add(segmenter.drawing(Image.new("RGB", (64, 48)), {"classes": [entry]}).size)
+    assert len(sizes) == 1
 
 
 def test_rows_of_pictures_have_names():
@@ -209,7 +223,7 @@ def test_a_detector_drawn_shows_its_boxes_in_their_place(tmp_path, picture):
     detector = object.__new__(ObjectDetector)
     detector.class_names = ["background", "circle"]
     result = {"objects": [{"label": "circle", "score": 0.9, "box": [30.0, 40.0, 80.0, 90.0]}]}
-    detector.draw(tmp_path / "a.png", Image.open(picture).convert("RGB"), result)
+    detector.drawing(Image.open(picture).convert("RGB"), result).save(tmp_path / "a.png")
     drawn = Image.open(tmp_path / "a.png")
     scale = drawn.width // 96
     assert drawn.getpixel((30 * scale + 1, 65 * scale)) == colour(1)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 
 import pytest
 import safetensors.torch
@@ -14,8 +15,11 @@ import softfree_cli
 from softfree.analysis.pictures import landscape
 from softfree.analysis.predictions import draw_classes
 from softfree.commands import predict, train
+from softfree.commands.predict import video
 from softfree.commands.predict.classifier import Classifier
 from softfree.data import load_images, open_image
+from softfree.data.images import UnreadableImageError
+from softfree.data.videos import Frame, VideoWriter, read_frames
 from softfree.training.classification import Classification, Normalize, eval_transform
 
 TINY = ["embed_dims=32,32,32,32", "num_heads=1,1,1,1", "depths=1,1,1,1"]
@@ -165,11 +169,9 @@ def test_drawings_have_a_name_of_their_own_each(checkpoint, pictures, tmp_path, 
         assert drawing.size == (1080, 480)
 
 
-def test_longest_bar_belongs_to_the_likeliest_class(tmp_path):
-    draw_classes(tmp_path / "a.png", landscape(40, 30), ["$lake_1", "b" * 99], [0.9, 0.1])
-    pixels = torch.frombuffer(
-        bytearray(open_image(tmp_path / "a.png").tobytes()), dtype=torch.uint8
-    )
+def test_longest_bar_belongs_to_the_likeliest_class():
+    drawing = draw_classes(landscape(40, 30), ["$lake_1", "b" * 99], [0.9, 0.1])
+    pixels = torch.frombuffer(bytearray(drawing.tobytes()), dtype=torch.uint8)
     right_half = pixels.view(480, 1080, 3)[:, 540:].int()
     blue = (right_half[..., 2] - right_half[..., 0] > 120).sum(1)
     grey = ((right_half - torch.tensor([0x8C, 0x95, 0x9F])).abs().sum(-1) < 10).sum(1)
@@ -201,7 +203,7 @@ def test_wrong_options_are_refused(checkpoint, pictures, tmp_path):
 @pytest.mark.parametrize("task", predict.PREDICTORS)
 def test_every_task_has_a_predictor(task):
     offered = dir(predict.PREDICTORS[task])
-    assert {"titles", "predict", "cells", "draw"} <= set(offered)
+    assert {"titles", "predict", "cells", "drawing"} <= set(offered)
 
 
 def test_folder_that_is_no_checkpoint_and_task_without_a_predictor_are_refused(pictures, tmp_path):
@@ -252,3 +254,90 @@ def test_a_name_that_is_no_utf_8_and_scores_that_are_no_numbers_are_sound_json(
     found = json.loads(written.read_text(), parse_constant=refuse)
     assert found["path"].endswith("caf\\xe9.png")
     assert capsys.readouterr().out == written.read_text()
+
+
+@pytest.fixture
+def film(tmp_path):
+    pytest.importorskip("av", reason="needs the extra video (PyAV)")
+    path = tmp_path / "film [1].mp4"
+    with VideoWriter(path) as written:
+        for number in range(5):
+            written.write(landscape(90 + 2 * number, 60), number / 4)
+    return path
+
+
+def test_the_frames_of_a_video_have_a_line_each_with_number_and_time(
+    checkpoint, film, pictures, tmp_path, capsys
+):
+    lines, drawn = tmp_path / "lines.jsonl", tmp_path / "drawn"
+    given = [film, pictures / "a.png", "--output", lines, "--draw", drawn, "--batch-size", 2]
+    assert run(checkpoint, *given) == 0
+    still, *frames = json_lines(lines.read_text())
+    assert still["path"].endswith("a.png") and "frame" not in still
+    assert [(row["frame"], row["time"]) for row in frames] == [(i, i / 4) for i in range(5)]
+    assert all(row["path"] == str(film) and len(row["predictions"]) == 5 for row in frames)
+    # A frame is a picture like any other.
+    frame = tmp_path / "frame.png"
+    list(read_frames(film))[3].picture.save(frame)
+    capsys.readouterr()
+    assert run(checkpoint, frame, "--json") == 0
+    [expected] = json_lines(capsys.readouterr().out)
+    for mine, other in zip(frames[3]["predictions"], expected["predictions"], strict=True):
+        assert mine["label"] == other["label"]
+        assert mine["probability"] == pytest.approx(other["probability"], abs=1e-5)
+    assert sorted(path.name for path in drawn.iterdir()) == ["1_film [1].mp4", "2_a.png"]
+    shown = list(read_frames(drawn / "1_film [1].mp4"))
+    assert [frame.seconds for frame in shown] == pytest.approx([i / 4 for i in range(5)], abs=1e-3)
+
+
+def test_a_video_is_summed_up_in_a_line(checkpoint, film, capsys):
+    assert run(checkpoint, film) == 0
+    assert f"{film}: 5 frames, the last at 1.00 s" in capsys.readouterr().out
+
+
+def test_a_video_that_breaks_off_is_named_and_what_came_before_counts(
+    checkpoint, film, monkeypatch, capsys
+):
+    def breaking(path):
+        yield from list(read_frames(path))[:3]
+        raise UnreadableImageError("can't be decoded after 3 frames: Invalid data")
+
+    monkeypatch.setattr(video, "read_frames", breaking)
+    assert run(checkpoint, film, "--json") == 0
+    out, err = capsys.readouterr()
+    assert [row.get("frame") for row in json_lines(out)] == [0, 1, 2, None]
+    assert "1 of 1 pictures could not be read" in err and "after 3 frames: Invalid data" in err
+
+
+def test_a_file_that_is_no_video_is_named(checkpoint, tmp_path, capsys):
+    pytest.importorskip("av", reason="needs the extra video (PyAV)")
+    (tmp_path / "a.mp4").write_text("no video")
+    assert run(checkpoint, tmp_path / "a.mp4", "--draw", tmp_path / "drawn") == 1
+    assert "can't be decoded" in capsys.readouterr().err
+    assert not (tmp_path / "drawn").exists()
+
+
+def test_videos_need_their_package(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "a.mp4").touch()
+    with pytest.raises(ValueError, match="videos need a package: pip install"):
+        run(checkpoint, tmp_path / "a.mp4")
+
+
+def test_no_more_frames_than_a_batch_are_held():
+    class Counting:
+        prepare = staticmethod(lambda picture: picture)
+
+        def predict(self, inputs):
+            return [{"held": len(inputs)} for _ in inputs]
+
+    read = []
+
+    def frames():
+        for number in range(5):
+            read.append(number)
+            yield Frame(number, 0.0, None)
+
+    results = video.predict_frames(Counting(), frames(), 2)
+    assert next(results)[1] == {"held": 2} and read == [0, 1]
+    assert [frame.number for frame, _ in results] == [1, 2, 3, 4]

@@ -4,6 +4,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -12,7 +13,7 @@ import tyro
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
+from rich.progress import Progress, track
 from torch.utils.data import DataLoader
 
 from softfree.commands.common import (
@@ -30,6 +31,8 @@ from softfree.commands.predict.classifier import ONNX, Classifier
 from softfree.commands.predict.detector import ObjectDetector
 from softfree.commands.predict.results import CocoResults
 from softfree.commands.predict.segmenter import Segmenter
+from softfree.commands.predict.video import predict_video
+from softfree.data.drawing import save
 from softfree.data.images import (
     EXTENSIONS,
     ImageFiles,
@@ -39,6 +42,7 @@ from softfree.data.images import (
     open_image,
     printable,
 )
+from softfree.data.videos import count_frames, import_av, is_video
 from softfree.models.export import load_onnx
 from softfree.models.views import Views
 from softfree.training.checkpoint import read_metadata
@@ -81,7 +85,8 @@ def predict(
     A file that can't be read is named and counted. The exit code is 1 only if none could be read.
 
     Args:
-        pictures: files, folders (with their subfolders) or patterns like 'photos/*.png'.
+        pictures: files, folders (with their subfolders) or patterns like 'photos/*.png'; also videos, such as street.mp4,
+            whose frames are pictures (needs the extra `video`).
         checkpoint: folder that `softfree train` wrote, such as OUT/best; without it and --onnx the newest run under
             output/.
         onnx: or a classifier that `softfree export` wrote; it runs on the CPU.
@@ -93,7 +98,7 @@ def predict(
             as average precision wants it.
         annotations: take the ids of --results from this COCO file, by the names of pictures and classes; otherwise a
             picture's id is the number that is its name, or 1, 2, ..., and classes have the ids of the training.
-        draw: also write each picture with what was seen in it into this folder.
+        draw: also write each picture, and each video, with what was seen in it into this folder.
         img_size: side of the square that a classifier sees, the shorter side for the others; otherwise that of the
             training.
         tta: test-time augmentation: show each picture mirrored, too, and merge what comes out.
@@ -117,6 +122,11 @@ def predict(
     source, task, known = find_model(checkpoint, onnx)
     where = torch.device("cpu") if onnx else choose_device(device)
     paths = find_pictures(pictures)
+    photos = [path for path in paths if not is_video(path)]
+    if len(photos) < len(paths):
+        import_av()
+        if results is not None:
+            raise ValueError("--results is for pictures; leave the videos out")
     if task not in known:
         raise ValueError(f"{source} is of the task {task!r}; predict knows {', '.join(known)} here")
     options: dict[str, Any] = {"views": Views.of(tta, tta_scales)}
@@ -131,11 +141,11 @@ def predict(
     predictor = PREDICTORS[task](source, where, img_size, topk, **options)
     coco = None
     if isinstance(predictor, ObjectDetector) and results is not None:
-        coco = CocoResults(paths, predictor.category_ids, annotations)
+        coco = CocoResults(photos, predictor.category_ids, annotations)
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
-    longest = max(cell_len(printable(path)) for path in paths)
+    longest = max((cell_len(printable(path)) for path in photos), default=0)
     if not console.is_terminal:
         # Lines of a file have no width, and programs look for names in them.
         console.width = max(console.width, longest + BESIDE_NAMES)
@@ -144,46 +154,68 @@ def predict(
     for title in predictor.titles:
         table.add_column(title, overflow="fold")
     unreadable: list[Unreadable] = []
+    seen: list[str] = []
+    # A name that tells the picture, and that no two pictures share.
+    names = {
+        path: f"{number:0{len(str(len(paths)))}d}_{Path(path).stem}"
+        for number, path in enumerate(paths, 1)
+    }
     with ExitStack() as stack:
         lines: IO[str] | None = None
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             lines = stack.enter_context(output.open("w", encoding="utf-8"))
-        predicted = track(
-            predict_files(predictor, paths, batch_size), "predicting", len(paths),
-            console=errors, transient=True, disable=not errors.is_terminal,
-        )  # fmt: skip
-        for number, result in enumerate(predicted):
-            path = paths[number]
-            if isinstance(result, Unreadable):
-                unreadable.append(result)
-                record = {"path": as_utf8(path), "error": result.reason}
-            else:
-                record = {"path": as_utf8(path), **result}
-                table.add_row(escape(printable(path)), *predictor.cells(result))
-                if coco is not None:
-                    coco.add(path, result["objects"])
-                if draw is not None:
-                    # A name that tells the picture, and that no two pictures share.
-                    order = f"{number + 1:0{len(str(len(paths)))}d}"
-                    target = draw / f"{order}_{Path(path).stem}.png"
-                    predictor.draw(target, open_image(path), result)
+
+        def emit(record: dict[str, Any]) -> None:
             line = to_json(record, ensure_ascii=False)
             if lines is not None:
                 print(line, file=lines)
             if as_json:
                 print(line)
-    if not as_json and table.row_count:
-        console.print(table)
+
+        predicted = track(
+            predict_files(predictor, photos, batch_size), "predicting", len(photos),
+            console=errors, transient=True, disable=not errors.is_terminal,
+        )  # fmt: skip
+        for path, result in zip(photos, predicted, strict=True):
+            if isinstance(result, Unreadable):
+                unreadable.append(result)
+                emit({"path": as_utf8(path), "error": result.reason})
+            else:
+                seen.append(path)
+                emit({"path": as_utf8(path), **result})
+                table.add_row(escape(printable(path)), *predictor.cells(result))
+                if coco is not None:
+                    coco.add(path, result["objects"])
+                if draw is not None:
+                    drawing = predictor.drawing(open_image(path), result)
+                    save(draw / f"{names[path]}.png", drawing)
+        if not as_json and table.row_count:
+            console.print(table)
+        for path in filter(is_video, paths):
+            target = None if draw is None else draw / f"{names[path]}.mp4"
+            with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+                watching = bar.add_task(escape(printable(path)), total=count_frames(path))
+                watched = predict_video(
+                    predictor, path, batch_size, target, emit, partial(bar.advance, watching)
+                )
+            if watched.unreadable is not None:
+                unreadable.append(watched.unreadable)
+                emit({"path": as_utf8(path), "error": watched.unreadable.reason})
+            if watched.frames:
+                seen.append(path)
+                if not as_json:
+                    words = f"{watched.frames:,} frames, the last at {watched.seconds:.2f} s"
+                    console.print(f"{escape(printable(path))}: {words}", soft_wrap=True)
     report_unreadable(errors, unreadable, len(paths))
     if coco is not None and results is not None:
         write_json(results, coco.entries)
     if not as_json:
-        drawn = draw if table.row_count else None
+        drawn = draw if seen else None
         for what, written in (("results", output), ("COCO results", results), ("drawings", drawn)):
             if written is not None:
                 console.print(f"{what} written to {escape(str(written))}", soft_wrap=True)
-    return int(len(unreadable) == len(paths))
+    return int(not seen)
 
 
 main = command(predict, __doc__)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
@@ -48,5 +47,5 @@ class Predictor(Protocol):
     def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
         """The result for people, one cell for each of ``titles``."""
 
-    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
-        """Write a picture of the result."""
+    def drawing(self, picture: Image.Image, result: dict[str, Any]) -> Image.Image:
+        """A picture of the result."""

@@ -73,10 +73,9 @@ class Classifier:
         then = Listing([f"{label} {share}" for label, share in shares if share != "0.0%"])
         return f"[bold]{escape(best['label'])}[/]", f"{best['probability']:.1%}", then
 
-    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+    def drawing(self, picture: Image.Image, result: dict[str, Any]) -> Image.Image:
         predictions = result["predictions"]
-        draw_classes(
-            path,
+        return draw_classes(
             picture,
             [p["label"] for p in predictions],
             [p["probability"] for p in predictions],

@@ -12,7 +12,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from softfree.commands.predict.base import LISTED, Listing
 from softfree.data.coco import encode_masks
-from softfree.data.drawing import colour, draw_objects, enlarged, masks_at, save
+from softfree.data.drawing import colour, draw_objects, enlarged, masks_at
 from softfree.models.views import AS_IS, Views
 from softfree.training.coco_metrics import MASK_THRESHOLD
 from softfree.training.detection import Detection, detect, scaled_size, set_size
@@ -84,7 +84,7 @@ class ObjectDetector:
             Listing([f"{entry['label']} {entry['score']:.0%}" for entry in best]),
         )
 
-    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+    def drawing(self, picture: Image.Image, result: dict[str, Any]) -> Image.Image:
         objects = result["objects"]
         page = enlarged(picture)
         colours = [colour(self.class_names.index(entry["label"])) for entry in objects]
@@ -99,4 +99,4 @@ class ObjectDetector:
             for entry in objects
         ]
         # The most certain come first, and lie on top.
-        save(path, draw_objects(page, boxes, labels, colours, masks))
+        return draw_objects(page, boxes, labels, colours, masks)

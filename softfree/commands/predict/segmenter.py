@@ -18,7 +18,6 @@ from softfree.data.drawing import (
     colour,
     enlarged,
     masks_at,
-    save,
     with_legend,
 )
 from softfree.models.views import AS_IS, Views
@@ -80,11 +79,13 @@ class Segmenter:
         shown = result["classes"][: self.topk or LISTED]
         return (Listing([f"{entry['label']} {entry['share']:.1%}" for entry in shown]),)
 
-    def draw(self, path: Path, picture: Image.Image, result: dict[str, Any]) -> None:
+    def drawing(self, picture: Image.Image, result: dict[str, Any]) -> Image.Image:
         image = pil_to_tensor(enlarged(picture))
         entries = result["classes"]
         colours = [colour(self.class_names.index(entry["label"])) for entry in entries]
         masks = masks_at([entry["mask"] for entry in entries], image)
         drawn = to_pil_image(draw_segmentation_masks(image, masks, OPACITY, colours))
         labels = [f"{entry['label']} {entry['share']:.1%}" for entry in entries]
-        save(path, with_legend(drawn, labels, colours))
+        # Of one size for all frames of a video.
+        widest = [f"{name} {1:.1%}" for name in self.class_names]
+        return with_legend(drawn, labels, colours, widest)
