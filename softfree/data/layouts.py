@@ -56,6 +56,11 @@ LAYOUTS = f"""\
   Roboflow  train/{ROBOFLOW_FILE}, valid/{ROBOFLOW_FILE}
   VOC       Annotations, JPEGImages, ImageSets/Main/train.txt and val.txt
   YOLO      data.yaml with names, train and val; images/train, labels/train, ..."""
+YAML_OPENING = (
+    yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken,
+)  # fmt: skip
+YAML_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+YAML_DEPTH = 20
 # Of a file that describes pictures: those of VOC have kilobytes.
 MAX_BYTES = 16 * 2**20
 
@@ -84,6 +89,14 @@ def read_layout(root: Path, split: str) -> Found | None:
             f"`data_dir` {root} has images/ and labels/, but no data.yaml with the names of the classes, train and val"
         )
     return None
+
+
+def count_pictures(root: Path, split: str) -> int:
+    """Pictures of a split as :func:`read_layout` finds them, whatever is wrong with their objects."""
+    found = read_layout(root, split)
+    if found is None:
+        raise FileNotFoundError(f"{root} has none of the layouts that are known")
+    return len(found.annotations["images"])
 
 
 def announce(layout: str, counts: Sequence[int], classes: int) -> None:
@@ -380,12 +393,15 @@ def _read_yolo(root: Path, description: Path, split: str) -> Found:
 def _parse_yaml(path: Path) -> dict[str, Any]:
     """A mapping of texts: a class named "no" stays one. Aliases, of which a short file makes a huge one, are refused."""
     text = read_text(path)
+    depth = 0
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError(f"{path} has aliases (*name), which are not read")
+        # Before anything is built, which takes a time that grows faster than the depth.
+        for token in yaml.scan(text):
+            depth += isinstance(token, YAML_OPENING) - isinstance(token, YAML_CLOSING)
+            if isinstance(token, yaml.AliasToken) or depth > YAML_DEPTH:
+                what = "is nested too deeply" if depth > YAML_DEPTH else "has aliases (*name)"
+                raise ValueError(f"{path} {what} for a data set's yaml")
         content = yaml.load(text, Loader=yaml.BaseLoader)
-    except RecursionError:
-        raise ValueError(f"{path} is no readable yaml: it is nested too deeply") from None
     except yaml.YAMLError as error:
         words = " ".join(str(error).split())
         raise ValueError(f"{path} is no readable yaml: {words}") from error

@@ -246,19 +246,29 @@ def load_split(
     root = Path(data_dir)
     if not root.is_dir():
         raise FileNotFoundError(f"`data_dir` {root} is no folder")
+    if not has_class_maps(root):
+        return _objects(root, split, skip_bad)
     if (root / "leftImg8bit").is_dir():
         found, names = _cityscapes(root, split)
     elif (voc := find_voc(root, "SegmentationClass")) is not None:
         found, names = _voc(voc, split)
-    elif (root / "images").is_dir() and (root / "annotations").is_dir() and not has_coco(root):
+    elif (root / "annotations").is_dir() and not has_coco(root):
         found, names = _ade20k(root, split)
-    elif (root / "images").is_dir() and (root / "masks").is_dir():
-        found, names = _folders(root, split, ignore_label)
     else:
-        return _objects(root, split, skip_bad)
+        found, names = _folders(root, split, ignore_label)
     if check:
         check_segmentation(found)
     return found, names
+
+
+def has_class_maps(root: Path) -> bool:
+    """Whether a folder has class maps as files; otherwise they are drawn from masks of objects, if there are any."""
+    return (
+        (root / "leftImg8bit").is_dir()
+        or find_voc(root, "SegmentationClass") is not None
+        or ((root / "images").is_dir() and (root / "annotations").is_dir() and not has_coco(root))
+        or ((root / "images").is_dir() and (root / "masks").is_dir())
+    )
 
 
 def check_segmentation(dataset: SegmentationDataset) -> None:

@@ -6,11 +6,13 @@ import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from softfree.data.classification import has_fewer
 from softfree.layers.landmarks import LandmarkSpec
 from softfree.models.checks import check_model_name, check_pretrained, fetching, mistakes_in
 from softfree.models.features import fixed_landmarks
@@ -71,6 +73,13 @@ def check_variation(scales: tuple[float, float], color_jitter: float) -> None:
         raise ValueError(f"`scales` must be above 0 and in order, got {low:g} {high:g}")
     if not 0 <= color_jitter <= 1:
         raise ValueError(f"`color_jitter` must be from 0 to 1, got {color_jitter:g}")
+
+
+def has_fewer_files(data_dir: str, count: int) -> bool:
+    """Whether a folder has fewer training pictures than ``count``, by its files: annotations may be long."""
+    # No class maps beside the pictures.
+    folders = (Path(data_dir) / name for name in ("images", "JPEGImages"))
+    return has_fewer(str(next(filter(Path.is_dir, folders), data_dir)), count)
 
 
 class DenseTask(PictureTask):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 from torchvision.ops import batched_nms
 
-from softfree.data.classification import has_fewer
 from softfree.data.detection import (
     CocoDetection,
     DetectionBatch,
@@ -24,13 +23,13 @@ from softfree.data.detection import (
     aspect_ratio_order,
     collate_detection,
     load_detection,
-    load_split,
     repeat_factors,
     repeat_indices,
     train_transform,
 )
 from softfree.data.drawing import Tile, in_turn, objects_tile
 from softfree.data.images import part_readable
+from softfree.data.layouts import count_pictures
 from softfree.models.checks import check_at_least, check_grouped, check_model_name
 from softfree.models.detection import mask_rcnn, padded_size, retinanet
 from softfree.models.views import AS_IS, Views, mirror
@@ -42,6 +41,7 @@ from softfree.training.dense import (
     BackboneSettings,
     DenseTask,
     check_variation,
+    has_fewer_files,
 )
 from softfree.training.distributed import Processes
 from softfree.training.parameters import parameter_groups
@@ -210,13 +210,11 @@ class Detection(DenseTask):
 
     @classmethod
     def has_fewer(cls, data_dir: str, count: int) -> bool:
-        # Annotations may be long: files are counted instead, but no class maps beside them.
-        folders = (Path(data_dir) / name for name in ("images", "JPEGImages"))
-        return has_fewer(str(next(filter(Path.is_dir, folders), data_dir)), count)
+        return has_fewer_files(data_dir, count)
 
     @classmethod
     def count_samples(cls, data_dir: str) -> int:
-        return len(load_split(data_dir, "train"))
+        return count_pictures(Path(data_dir), "train")
 
     @classmethod
     def build(cls, metadata: dict[str, Any], **kwargs: Any) -> nn.Module:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from softfree.data.drawing import Tile, class_map_tile, in_turn
+from softfree.data.layouts import count_pictures
 from softfree.data.segmentation import (
     IGNORE,
     Embedded,
@@ -26,6 +28,7 @@ from softfree.data.segmentation import (
     balanced_weights,
     collate_pictures,
     collate_segmentation,
+    has_class_maps,
     load_segmentation,
     load_split,
     train_transform,
@@ -49,6 +52,7 @@ from softfree.training.dense import (
     DenseTask,
     any_sizes,
     check_variation,
+    has_fewer_files,
 )
 from softfree.training.distributed import Processes
 from softfree.training.parameters import parameter_groups
@@ -223,11 +227,15 @@ class Segmentation(DenseTask):
     @classmethod
     def has_fewer(cls, data_dir: str, count: int) -> bool:
         with contextlib.suppress(ValueError, FileNotFoundError):
+            if not has_class_maps(Path(data_dir)):
+                return has_fewer_files(data_dir, count)
             return cls.count_samples(data_dir) < count
         return False
 
     @classmethod
     def count_samples(cls, data_dir: str) -> int:
+        if not has_class_maps(Path(data_dir)):
+            return count_pictures(Path(data_dir), "train")
         # Lists files and opens none.
         return len(load_split(data_dir, "train", check=False)[0])
 

@@ -20,6 +20,7 @@ from softfree.training.segmentation import RECIPES as SEGMENTATION
 from softfree.training.segmentation import Segmentation
 from softfree.training.settings import OptimSettings, override
 from tests.data.test_detection import write_coco
+from tests.data.test_layouts import write_yolo
 from tests.data.test_segmentation import folders
 from tests.models.small import PYRAMID
 
@@ -182,3 +183,12 @@ def test_few_pictures_are_learned_with_a_recipe_of_their_own_and_a_line_says_so(
 def test_variations_that_no_picture_can_have_are_refused(task, recipes, given, message):
     with pytest.raises(ValueError, match=message):
         task(override(recipes["small"], {"data": given}))
+
+
+@pytest.mark.parametrize("task", [Detection, Segmentation])
+def test_a_bad_annotation_changes_neither_recipe_nor_batch(task, tmp_path):
+    bad = "1 0.1 0.1 0.1 0.1 0.1 0.1"  # a polygon without area, which may be left out
+    root = write_yolo(tmp_path, ["0 0.1 0.1 0.5 0.1 0.5 0.5", bad])
+    settings = resolve(["--data-dir", str(root), "--skip-bad-annotations"], task)
+    assert settings.recipe == "small"
+    assert settings.optim.batch_size == 2
