@@ -5,6 +5,8 @@ import dataclasses
 import json
 import math
 import os
+import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ from rich.table import Table
 from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.plots import save_figure
 from softfree.analysis.subject import Subject, load_subject
-from softfree.commands.parser import HELP, parse, print_subcommands
+from softfree.commands.parser import HELP, columns, parse, print_subcommands
 from softfree.data.files import replace_durably
 from softfree.models.checks import SMALLEST_IMAGE, check_at_least
 from softfree.training.checkpoint import read_metadata
@@ -99,10 +101,37 @@ def make_table(titles: Iterable[str], *, boxed: bool = False) -> Table:
     style: Any = {} if boxed else dict(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     table = Table(header_style="bold", **style)
     first, *others = titles
-    table.add_column(first, overflow="fold", vertical="top")
+    # Its words stay whole where the table is wide.
+    widest = max(map(len, first.split()), default=0)
+    table.add_column(first, overflow="fold", vertical="top", min_width=widest)
     for title in others:
         table.add_column(title, justify="right", no_wrap=True)
     return table
+
+
+def message_console(**options: Any) -> Console:
+    """For messages: in a terminal they break between words, in a file they stay one line."""
+    console = Console(highlight=False, **options)
+    console.soft_wrap = not console.is_terminal
+    return console
+
+
+def shell_lines(argv: Iterable[str]) -> str:
+    """A command to be copied, in lines that fit a terminal.
+
+    Example:
+        >>> print(shell_lines(["softfree", "predict", "a photo.jpg", "--checkpoint", "output/" + 50 * "x"]))
+        softfree predict 'a photo.jpg' --checkpoint \\
+            output/xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+    """
+    first, *others = map(shlex.quote, argv)
+    lines = [first]
+    for word in others:
+        if len(lines[-1]) + len(word) > columns() - 3:  # a space, and one more with the backslash
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n".join(lines)
 
 
 def to_json(value: Any, **options: Any) -> str:
@@ -300,22 +329,47 @@ def print_rows(
         columns: by title, the text of a row's cell; the first names the row.
         section: what rows that follow each other may share, which then stands above them.
     """
-    table = make_table(columns)
     name = next(iter(columns.values()))
-    previous = None
-    for row in rows:
-        if section is not None and section(row) != previous:
-            previous = section(row)
-            table.add_section()
-            table.add_row(f"[bold]{previous}[/]")
-        first, *others = (cell(row) for cell in columns.values())
-        table.add_row(first if section is None else f"  {first}", *others)
-    console.print(table)
+    indent = "" if section is None else "  "
+    widest = max((len(indent + name(row)) for row in rows), default=0)
+
+    def table_of(width: int) -> Table:
+        table = make_table(columns)
+        previous = None
+        for row in rows:
+            if section is not None and section(row) != previous:
+                previous = section(row)
+                table.add_section()
+                table.add_row(f"[bold]{previous}[/]")
+            first, *others = (cell(row) for cell in columns.values())
+            table.add_row(fold_name(first, width, indent), *others)
+        return table
+
+    table = table_of(widest)
+    unbounded = console.options.update(width=console.width + widest)
+    excess = console.measure(table, options=unbounded).maximum - console.width
+    console.print(table_of(widest - excess) if excess > 0 else table)
     for row in rows:
         if note := getattr(row, "note", ""):
             words = name(row) if section is None else f"{section(row)} tokens, {name(row)}"
             style = "red" if getattr(row, "faulty", False) else "yellow"
             console.print(f"{words}: {escape(note)}", style=style)
+
+
+def fold_name(name: str, width: int, indent: str = "") -> str:
+    """A name in lines of at most ``width``, which end after its signs.
+
+    Example:
+        >>> print(fold_name("swin_tiny_patch4_window7_224", 20))
+        swin_tiny_patch4_
+        window7_224
+    """
+    lines = [indent]
+    for part in re.findall(r"[^_+,:= ]*[_+,:= ]*", name):
+        if len(lines[-1] + part) > width and lines[-1].strip():
+            lines.append(indent)
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def save_rows(

@@ -237,7 +237,7 @@ COLUMNS: Columns = {
     "attention": lambda row: row.attention,
     "test\n%": lambda row: percentage(row.test_accuracy),
     "paper\n%": lambda row: percentage(row.paper_accuracy),
-    "params\nM": field("parameters", 1e-6),
+    "size\nM": field("parameters", 1e-6),
     "GMACs": field("macs", 1e-9),
     "train\n1/s": field("train_samples_per_s"),
     "train\nratio": field("train_ratio_to_softmax"),
@@ -274,7 +274,7 @@ def write(rows: Sequence[SimpleNamespace], settings: CompareSettings) -> None:
         rows,
         COLUMNS,
         "test: accuracy at the step that was best on dev; paper: Table 12.\n"
-        "1/s: samples per second, of full length; ratio: to softmax.\n"
+        "size: million parameters. 1/s: samples per second, of full length; ratio: to softmax.\n"
         "MiB: the most that a training step held beyond weights and input.\n"
         "GMACs: billions of multiply-adds for one sample.",
         lambda title: draw_bars(

@@ -9,12 +9,11 @@ from typing import Annotated
 import torch
 import tyro
 from PIL import Image
-from rich.console import Console
 from rich.markup import escape
 
 from softfree.analysis.pictures import landscape, load_photo
 from softfree.analysis.subject import Subject, load_subjects
-from softfree.commands.common import Repeated, command, newest_run
+from softfree.commands.common import Repeated, command, message_console, newest_run
 from softfree.data.shapes import draw_shapes
 from softfree.training.devices import choose_device
 
@@ -65,7 +64,7 @@ def explore(
     server = uvicorn.Server(
         uvicorn.Config(create_app(subjects, own | samples(subjects), host), log_level="warning")
     )
-    console = Console(highlight=False, soft_wrap=True)
+    console = message_console()
     address = f"[{host}]" if ":" in host else host
     console.print(
         f"Attention of {escape(', '.join(subject.title for subject in subjects))}\n"

@@ -11,10 +11,15 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from rich.console import Console
 
 from softfree.analysis.subject import Subject, load_subject
-from softfree.commands.common import check_img_size, check_output, command, elapsing
+from softfree.commands.common import (
+    check_img_size,
+    check_output,
+    command,
+    elapsing,
+    message_console,
+)
 from softfree.models.export import (
     SMALLEST_FREE,
     TOLERANCE,
@@ -64,7 +69,7 @@ def export(
         raise ValueError("export what? Give --checkpoint OUT/best, or --model for a fresh model")
     if features and checkpoint is not None:
         raise ValueError("--features is for --model; a checkpoint is exported as it was trained")
-    console = Console(highlight=False)
+    console = message_console(markup=False)
     with elapsing() as report:
         report("loading the model")
         kwargs: dict[str, Any] = {"features_only": True} if features else {}
@@ -88,8 +93,6 @@ def export(
         f"{output}: {output.stat().st_size / 2**20:.1f} MiB, image to {', '.join(names)}\n"
         f"differs from PyTorch by at most {error:.1e} (allowed: {TOLERANCE:.0e}), checked with "
         f"batch x height x width {checked}",
-        soft_wrap=not console.is_terminal,
-        markup=False,
     )
     if side < SMALLEST_FREE:
         console.print(

@@ -33,6 +33,7 @@ from softfree.commands.common import (
     check_img_size,
     check_positive,
     make_table,
+    message_console,
     newest_run,
     run_subcommand,
 )
@@ -122,7 +123,7 @@ def heatmap(
     heading = "Where the marked patch attends to" + ("" if compare else f": {subjects[0].title}")
     save_figure(draw_heat_maps(groups, heading, across=compare), draw)
     for text in warned:
-        Console(highlight=False, soft_wrap=True).print(f"[yellow]warning[/] {text}")
+        message_console().print(f"[yellow]warning[/] {text}")
     return 0
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from softfree.analysis.capture import (
     CONVERGED,
@@ -28,6 +27,7 @@ from softfree.commands.common import (
     check_img_size,
     command,
     make_table,
+    message_console,
     to_json,
 )
 from softfree.training.longrange import LongRange, first_sample
@@ -144,10 +144,11 @@ def faults_of_inverse(row: dict[str, Any]) -> list[str]:
 
 def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
     """The table for people, then the warnings."""
-    console = Console(highlight=False)
+    console = message_console()
     console.print(f"[bold]{title}[/]; of each layer, the worst head")
-    titles = ("stage\nblock", "attention", "m", "condition\nof A", "residual\nafter T", "T",
-              "T for\n1e-2", "Nyström\nerror", "norm\nof Y'", "inverted")  # fmt: skip
+    newton = any(row.get("inverse") == "newton" for row in rows)
+    titles = ["stage\nblock", "kind", "m", "condition\nof A", "residual\nafter T", "T",
+              *["T for\n1e-2"] * newton, "Nyström\nerror", "norm\nof Y'", "inverted"]  # fmt: skip
     table = make_table(titles)
     for row in rows:
         place = f"{row['stage']}.{row['block']}"
@@ -162,16 +163,17 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
             str(row["m"]),
             "inf" if row["condition"] is None else f"{row['condition']:.1e}",
             f"{row['residual']:.1e}",
-            *(("solve", NOTHING) if solve else (str(row["steps"]), needed)),
+            "solve" if solve else str(row["steps"]),
+            *[NOTHING if solve else needed] * newton,
             f"{row['nystrom_error']:.2f}",
             f"{row['spectral_norm']:.3g}",
             f"{row['kept_eigenvalues']}/{row['m']}",
             style="yellow" if row["warnings"] else "",
         )
-    console.print(table)
+    console.print(table, soft_wrap=False)
     warned = [(row["layer"], text) for row in rows for text in row["warnings"]]
     for layer, text in warned:
-        console.print(f"[yellow]warning[/] {layer}: {text}", soft_wrap=not console.is_terminal)
+        console.print(f"[yellow]warning[/] {layer}: {text}")
     if any(row["judgement"] == "dead" for row in rows):
         console.print(
             "Convolution landmarks start far from all tokens; softfree_* (and --attention\n"
@@ -182,7 +184,8 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
             "No warning: every layer attends and converges, and no matrix A is near-singular."
         )
     console.print(
-        "residual: |AYA - A| / |A| after the T Newton steps that the layer takes, or of its solve.\n"
+        "residual: |AYA - A| / |A| after the T Newton steps that the layer takes, or of\n"
+        "its solve.\n"
         "Nyström error: of the kernel between sampled tokens, rebuilt from the landmarks.\n"
         "norm of Y': of the matrix between the two kernels. inverted: eigenvalues of A\n"
         "that T steps invert by more than half; the others are cut off, which bounds Y'.",

@@ -1,7 +1,6 @@
 """Train a small model on handwritten digits, score it, and draw what it has learned."""
 
 import csv
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from softfree.analysis.capture import capture_attention
 from softfree.analysis.predictions import COLUMNS, ROWS, HeatMap, Sample, draw_quickstart
 from softfree.commands import train, validate
-from softfree.commands.common import command
+from softfree.commands.common import command, message_console, shell_lines
 from softfree.data import load_images
 from softfree.training.classification import Classification, Normalize, eval_transform
 from softfree.training.devices import choose_device
@@ -43,7 +42,7 @@ def quickstart(
         epochs: passes over the 1,437 training digits.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = message_console()
     where = choose_device(device)
     began = time.monotonic()
     best = output / "best"
@@ -65,7 +64,7 @@ def quickstart(
     examples = output / "digits"
     draw(picture, output, where)
     save_examples(examples)
-    predicting = shlex.join(["softfree", "predict", str(examples), "--checkpoint", str(best)])
+    predicting = shell_lines(["softfree", "predict", str(examples), "--checkpoint", str(best)])
     console.print(
         f"Picture: [bold]{escape(str(picture))}[/]\n\n"
         f"[bold]That took {time.monotonic() - began:.0f} s. Next:[/]\n"
@@ -85,7 +84,7 @@ main = command(quickstart, __doc__)
 def show_step(console: Console, number: int, what: str, command: str, argv: Sequence[str]) -> None:
     """A heading, and the command that does the same."""
     console.print(f"[bold]{number}. {what}[/]")
-    console.print(f"softfree {command} {shlex.join(argv)}", style="dim", markup=False)
+    console.print(shell_lines(["softfree", command, *argv]), style="dim", markup=False)
 
 
 def draw(path: Path, output: Path, device: torch.device) -> None:

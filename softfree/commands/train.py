@@ -12,14 +12,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from softfree.analysis.capture import KNOWN
 from softfree.analysis.judgement import warnings_of
 from softfree.analysis.subject import load_subject
-from softfree.commands.common import PICTURE_TASKS
+from softfree.commands.common import PICTURE_TASKS, message_console
 from softfree.commands.inspect import look
-from softfree.commands.parser import HELP, print_subcommands
+from softfree.commands.parser import HELP, columns, print_subcommands
 from softfree.commands.settings import resolve
 from softfree.training.checkpoint import CheckpointWriteError
 from softfree.training.engine import Outcome
@@ -85,7 +83,7 @@ def warn_of_attention(checkpoint: Path) -> None:
     if not any(isinstance(module, KNOWN) for module in subject.model.modules()):
         return
     layers = look(subject)[0].layers
-    console = Console(highlight=False, soft_wrap=True)
+    console = message_console()
     found = warnings_of(layers)
     for name, text in found.items():
         console.print(f"[yellow]warning[/] {name} {text}")
@@ -107,13 +105,16 @@ def next_steps(task: str, checkpoint: Path) -> str:
     named = shlex.quote(str(checkpoint))
     lines = [(f"  softfree {command} --checkpoint {named}", what) for command, what in commands]
     width = max(len(line) for line, _ in lines)
-    return "\n".join(["Next:", *(f"{line:<{width}}  {what}" for line, what in lines)])
+    rows = [f"{line:<{width}}  {what}" for line, what in lines]
+    if max(map(len, rows)) > columns():
+        rows = [f"{what}:\n{line}" for line, what in lines]
+    return "\n".join(["Next:", *rows])
 
 
 def report(outcome: Outcome, output: Path) -> int:
     """The last line of a run, by the main process, and its exit code."""
     main_process = os.environ.get("RANK", "0") == "0"
-    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not main_process)
+    console = message_console(markup=False, quiet=not main_process)
     position = outcome.position
     if outcome.stopped:
         console.print(

@@ -91,7 +91,7 @@ def test_the_output_is_named_as_it_is(folders, tmp_path, capsys):
     assert run("--data-dir", folders, "--output", output, *SHORT) == 0
     out = capsys.readouterr().out
     assert f", in {output}/best\n" in out
-    assert f"softfree predict photo.jpg --checkpoint '{output}/best'  what it sees\n" in out
+    assert f"what it sees:\n  softfree predict photo.jpg --checkpoint '{output}/best'\n" in out
 
 
 def test_the_written_settings_repeat_the_run(folders, tmp_path):
