@@ -4,14 +4,17 @@
 ``texts/`` beside this file, so that `softfree COMMAND --help` need not import torch; ``make texts`` writes it.
 """
 
-import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
 import re
+import shlex
 import shutil
 import textwrap
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -70,7 +73,7 @@ def parse(
     """
     known: dict[str, Any] = {} if default is None else {"default": default}
     if wants_help(argv):
-        print_help(what, prog, description or _summary(what), options, known)
+        print_help(what, prog, description or _summary(what), options, default)
         raise SystemExit(0)
     return tyro.cli(what, args=argv, prog=prog, config=FLAT, registry=REGISTRY, **known)
 
@@ -80,21 +83,19 @@ def print_help(
     prog: str,
     description: str,
     options: Iterable[Option],
-    known: Mapping[str, Any],
+    default: Any = None,
 ) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that tyro.cli should be called
-        parser = tyro.extras.get_parser(what, config=FLAT, registry=REGISTRY, **known)
     arguments: list[Option] = []
+    plain: list[Option] = []
     groups: list[tuple[str, str, list[Option]]] = []
-    for group in parser._action_groups:
-        described = [_describe(action) for action in group._group_actions]
-        if group.title == "positional arguments":
-            arguments = described
-        elif group.title == "options":
-            groups.insert(0, ("options", "", [SHOW_HELP, *options, *described[1:]]))
-        elif described:
-            groups.append((f"{group.title}", group.description or "", described))
+    for name, annotation, value, text in _parameters(what, default):
+        if dataclasses.is_dataclass(annotation):
+            described = [_describe(*parameter) for parameter in _parameters(annotation, value)]
+            about = " ".join((text or annotation.__doc__ or "").split())
+            groups.append((f"{name} options", about, list(filter(None, described))))
+        elif row := _describe(name, annotation, value, text):
+            (plain if row[0].startswith("-") else arguments).append(row)
+    groups.insert(0, ("options", "", [SHOW_HELP, *options, *plain]))
     names = [name for name, _ in arguments]
     print(layout(" ".join([prog, "[options]", *names]), description, arguments, groups))
 
@@ -156,25 +157,75 @@ def _row(name: str, text: str) -> str:
     return f"{fill(name, '    ', '  ')}\n{fill(text, indent, indent)}"
 
 
-def _describe(action: argparse.Action) -> Option:
-    """How an argument is typed, and what it does, with its default."""
-    name = ", ".join(action.option_strings)
-    metavar = action.metavar
-    if isinstance(metavar, str):
-        name = f"{name} {metavar}".lstrip()
-    text = " ".join(str(action.help or "").split())
-    match = re.fullmatch(r"(.*?)\.? ?\((default: (.*)|repeatable|required)\)", text)
-    if match is None:
-        return name, text
-    text, hint, value = match.groups()
-    flag = action.option_strings[0] if action.option_strings else ""
-    value = BY_MACHINE.get(flag, value)
-    if hint == "repeatable":
-        return name, f"{text} (may be repeated)" if "repeated" not in text else text
-    if hint == "required" or value in NO_DEFAULT:
-        return name, text
-    value = re.sub(r"\d+\.\d{6,}", lambda digits: f"{float(digits[0]):.4g}", value)
-    return name, f"{text} (default: {value})".lstrip()
+def _parameters(what: Any, default: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """Name, annotation, default and explanation of each parameter of a function, or field of a dataclass.
+
+    Explained are parameters in the docstring, below Args; fields each by the string that follows it. ``default`` is an
+    instance of the dataclass.
+    """
+    hints = get_type_hints(what, include_extras=True)
+    texts = _explained(what)
+    for name, parameter in inspect.signature(what).parameters.items():
+        value = parameter.default if default is None else getattr(default, name)
+        yield name, hints[name], value, texts.get(name, "")
+
+
+def _explained(what: Any) -> dict[str, str]:
+    if not isinstance(what, type):
+        _, _, below = inspect.cleandoc(what.__doc__ or "").partition("\nArgs:\n")
+        return dict(re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|^\S|\Z)", below, re.M | re.S))
+    found: dict[str, str] = {}
+    for base in reversed(inspect.getmro(what)):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in itertools.pairwise(body.body):
+            match field, text:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(explanation))):
+                    found[name] = explanation
+    return found
+
+
+def _describe(name: str, annotation: Any, value: Any, text: str) -> Option | None:
+    """How an argument is typed, and what it does, with its default; None for one that can't be typed."""
+    marks = getattr(annotation, "__metadata__", ())
+    kind = annotation.__origin__ if marks else annotation
+    if tyro.conf.Suppress in marks:
+        return None
+    given: Any = next((mark for mark in marks if hasattr(mark, "metavar")), None)
+    flag = "--" + (getattr(given, "name", None) or name).replace("_", "-")
+    repeated = tyro.conf.UseAppendAction in marks
+    if kind is bool:
+        typed = flag if tyro.conf.FlagCreatePairsOff in marks else f"{flag}, --no-{flag[2:]}"
+    else:
+        typed = getattr(given, "metavar", None) or _metavar(kind, repeated)
+        if tyro.conf.Positional not in marks:
+            typed = f"{flag} {typed}"
+    text = " ".join(text.split()).removesuffix(".")
+    if repeated:
+        return typed, text if "repeated" in text else f"{text} (may be repeated)"
+    values = value if isinstance(value, tuple) else (value,)
+    shown = BY_MACHINE.get(flag, shlex.join(map(str, values)))
+    if value is inspect.Parameter.empty or shown in NO_DEFAULT:
+        return typed, text
+    shown = re.sub(r"\d+\.\d{6,}", lambda digits: f"{float(digits[0]):.4g}", shown)
+    return typed, f"{text} (default: {shown})".lstrip()
+
+
+def _metavar(kind: Any, repeated: bool = False) -> str:
+    """What stands for values of a type: INT, {one,other}, [PATH [PATH ...]]."""
+    if isinstance(kind, type):
+        return kind.__name__.upper()
+    origin, given = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"{{{','.join(given)}}}"
+    if origin is not tuple:  # or None
+        return _metavar(given[0])
+    if given[-1] is not ...:
+        return " ".join(map(_metavar, given))
+    one = _metavar(given[0])
+    return one if repeated else f"[{one} [{one} ...]]"
 
 
 def _summary(what: Callable[..., Any]) -> str:
