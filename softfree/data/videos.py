@@ -17,12 +17,17 @@ from PIL import Image
 from softfree.data.images import MAX_PIXELS, UnreadableImageError
 
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
+# Of FFmpeg's formats those that hold pictures themselves. Others are lists of files and addresses to fetch them from.
+SAFE = {
+    "format_whitelist": "asf,avi,m4v,matroska,mov,mp4,mpeg,mpegts,mpegvideo,webm",
+    "protocol_whitelist": "file",
+}
 TICK = Fraction(1, 90_000)  # of seconds, in which written frames are timed
 USUAL_RATE = 25  # frames a second of a file that does not say
 
 
 class Frame(NamedTuple):
-    """A picture of a video, its number from 0, and when it is shown."""
+    """A picture of a video, its number from 0, and how long after the first it is shown."""
 
     number: int
     seconds: float
@@ -51,7 +56,7 @@ def import_av() -> Any:
 def count_frames(path: str | Path) -> int | None:
     """How many frames the file says it has; None if it does not say, or can't be read."""
     av = import_av()
-    with contextlib.suppress(Exception), av.open(str(path)) as container:
+    with contextlib.suppress(Exception), av.open(str(path), options=SAFE) as container:
         return container.streams.video[0].frames or None
     return None
 
@@ -62,32 +67,39 @@ def read_frames(path: str | Path) -> Iterator[Frame]:
     Raises :class:`UnreadableImageError` where the file can't be read, or not further.
     """
     av = import_av()
-    number = 0
+    number, start = 0, 0.0
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), options=SAFE) as container:
             if not container.streams.video:
                 raise UnreadableImageError("has no pictures, only sound")
             stream = container.streams.video[0]
-            width, height = stream.codec_context.width, stream.codec_context.height
-            if width * height > MAX_PIXELS:
-                raise UnreadableImageError(
-                    f"more than the limit of {MAX_PIXELS:,} pixels: {width:,} x {height:,}"
-                )
+            _check_size(stream.codec_context)
             stream.thread_type = "AUTO"
             rate = float(stream.average_rate or USUAL_RATE)
             for frame in container.decode(stream):
+                # It may change on the way.
+                _check_size(frame)
                 seconds = number / rate if frame.time is None else float(frame.time)
+                # The clocks of MPEG streams, and of what was cut out of longer videos, begin anywhere.
+                start = seconds if number == 0 else start
                 picture = frame.to_image()
                 # Phones film in one direction, and note how they were held.
                 if turn := getattr(frame, "rotation", 0):
                     picture = picture.rotate(turn, expand=True)
-                yield Frame(number, seconds, picture)
+                yield Frame(number, seconds - start, picture)
                 number += 1
             if not number:
                 raise UnreadableImageError("has no frame")
     except (av.FFmpegError, OSError) as error:
         after = f" after {number:,} frames" if number else ""
         raise UnreadableImageError(f"can't be decoded{after}: {error.strerror}") from error
+
+
+def _check_size(seen: Any) -> None:
+    if seen.width * seen.height > MAX_PIXELS:
+        raise UnreadableImageError(
+            f"more than the limit of {MAX_PIXELS:,} pixels: {seen.width:,} x {seen.height:,}"
+        )
 
 
 class VideoWriter:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from softfree.data import videos
 from softfree.data.images import UnreadableImageError
 from softfree.data.videos import VideoWriter, count_frames, import_av, is_video, read_frames
 
@@ -44,6 +45,17 @@ def test_frames_come_back_with_their_times(av, tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_times_count_from_the_first_frame(av, tmp_path):
+    path = tmp_path / "a.mpg"  # whose clock begins at half a second
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg1video", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for shade in (0, 100, 200):
+            container.mux(stream.encode(av.VideoFrame.from_image(page(shade))))
+        container.mux(stream.encode(None))
+    assert [frame.seconds for frame in read_frames(path)] == pytest.approx([0, 0.04, 0.08])
+
+
 def test_pictures_of_other_and_odd_sizes_fit_the_first(av, tmp_path):
     path = tmp_path / "a.mp4"
     with VideoWriter(path) as video:
@@ -79,6 +91,31 @@ def test_a_file_that_is_no_video_is_refused(av, tmp_path, content):
     with pytest.raises(UnreadableImageError, match="can't be decoded: "):
         next(read_frames(path))
     assert count_frames(path) is None
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "ffconcat version 1.0\nfile real.mp4\n",
+        "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nreal.mp4\n#EXT-X-ENDLIST\n",
+    ],
+    ids=["concat", "hls"],
+)
+def test_a_list_of_other_files_is_not_followed(av, tmp_path, monkeypatch, listing):
+    monkeypatch.chdir(tmp_path)
+    with VideoWriter(tmp_path / "real.mp4") as video:
+        video.write(page(9), 0.0)
+    (tmp_path / "list.mp4").write_text(listing)
+    with pytest.raises(UnreadableImageError, match="can't be decoded: "):
+        next(read_frames("list.mp4"))
+
+
+def test_a_frame_beyond_the_limit_of_pictures_is_refused(av, tmp_path, monkeypatch):
+    with VideoWriter(tmp_path / "a.mp4") as video:
+        video.write(page(9), 0.0)
+    monkeypatch.setattr(videos, "MAX_PIXELS", 1000)
+    with pytest.raises(UnreadableImageError, match="more than the limit of 1,000 pixels: 64 x 48"):
+        next(read_frames(tmp_path / "a.mp4"))
 
 
 def test_sound_alone_is_refused(av, tmp_path):
