@@ -22,6 +22,7 @@ from softfree.ops.shared.shapes import token_tensor
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNEL_DTYPES = DTYPES[:3]
 MAX_CHANNELS = 128  # per head, of the kernels
 
 
@@ -105,7 +106,8 @@ def soft_attention(
     inputs = Inputs(q, k, v, landmarks, key_mask, landmark_mask)
     _check(inputs)
     settings = _settings(q.shape[-1], scale, normalize, inverse, iterations, start, ridge, order)
-    check_backend(backend)
+    if backend != "auto":
+        check_backend(backend)
     if backend == "reference" or devices.exporting():
         return reference.soft_attention(inputs, settings, exportable=backend != "reference")
     return FORWARD(inputs, settings, _choose(backend, inputs))[0]
@@ -124,8 +126,10 @@ def _choose(backend: str, inputs: Inputs) -> str:
     q, v = inputs.q, inputs.v
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return "torch"
-    obstacle = devices.obstacle(q.device, q.dtype, DTYPES[:3])
     channels = max(q.shape[3], v.shape[3])
+    if channels <= MAX_CHANNELS and devices.usable(q, KERNEL_DTYPES):
+        return "triton"
+    obstacle = devices.obstacle(q.device, q.dtype, KERNEL_DTYPES)
     if obstacle is None and channels > MAX_CHANNELS:
         obstacle = f"they take up to {MAX_CHANNELS} channels per head, got {channels}"
     if obstacle is None:
@@ -175,7 +179,7 @@ _CHECKED: set[tuple] = set()
 
 def _check(inputs: Inputs) -> None:
     """Raise if the tensors don't fit; sizes, dtypes and devices that did are not looked at again."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         _check_tensors(inputs)
         return
     try:
@@ -329,4 +333,4 @@ def _gradient(ctx, grad, *_):
 
 
 BACKWARD = register("attention_backward", _backward, _fake_backward, flops=backward_flops)
-FORWARD = register("attention", _forward, fake, _setup_context, _gradient, flops)
+FORWARD = register("attention", _forward, fake, _setup_context, _gradient, flops, keeps=True)

@@ -478,7 +478,7 @@ def _flops_around(x, weights, pooling, places) -> tuple[int, Any, Any]:
 
 
 BACKWARD = register("image_attention_backward", _backward, _fake_backward, flops=_backward_flops)
-FORWARD = register("image_attention", _forward, _fake, _setup, _gradient, _flops)
+FORWARD = register("image_attention", _forward, _fake, _setup, _gradient, _flops, keeps=True)
 
 
 def _project(out: Tensor, weights: Weights) -> Tensor:

@@ -7,6 +7,7 @@ which as a sum of its own would read that much once more.
 Registered as ``softfree::mlp``, for training on a GPU in half precision.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tenso
         return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), weight2, bias2)
     x, weight1, weight2 = autocast(x, weight1, weight2)
     rows = x.reshape(-1, x.shape[-1])
-    out, _ = FORWARD(rows, weight1, bias1, weight2, bias2)
+    out = FORWARD(rows, weight1, bias1, weight2, bias2)[0]
     return out.view(*x.shape[:-1], out.shape[1])
 
 
@@ -91,21 +92,26 @@ def _fake_backward(grad, x, hidden, weight1, weight2):
 
 def _gelu_backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of ``hidden``, GELU of it in the place of ``grad``, and the gradient's sum over the rows."""
-    from softfree.ops.mlp.kernels import mlp_backward_kernel
-    from softfree.ops.shared.launching import launch
-
-    rows, columns = hidden.shape
-    tiles = tiles_of(columns, COLUMNS)
-    stretches = max(1, PROGRAMS_PER_PROCESSOR * devices.processors(hidden.device) // tiles)
-    steps = tiles_of(rows, ROWS * stretches)
+    stretches, run = _launch(*hidden.shape, devices.processors(hidden.device))
     grad_hidden = torch.empty_like(hidden)
-    parts = torch.empty((stretches, columns), dtype=torch.float32, device=hidden.device)
-    launch(
-        mlp_backward_kernel, (stretches, tiles), (grad, hidden, grad_hidden, parts),
-        (rows, columns, steps),
+    parts = torch.empty((stretches, hidden.shape[1]), dtype=torch.float32, device=hidden.device)
+    run(grad, hidden, grad_hidden, parts)
+    return grad_hidden, grad, parts.sum(0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(rows: int, columns: int, processors: int) -> tuple[int, Any]:
+    """Into how many parts the rows go, and what writes these."""
+    from softfree.ops.mlp.kernels import mlp_backward_kernel
+    from softfree.ops.shared.launching import Launch
+
+    tiles = tiles_of(columns, COLUMNS)
+    stretches = max(1, PROGRAMS_PER_PROCESSOR * processors // tiles)
+    steps = tiles_of(rows, ROWS * stretches)
+    return stretches, Launch(
+        mlp_backward_kernel, (stretches, tiles), (rows, columns, steps),
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
-    return grad_hidden, grad, parts.sum(0)
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -134,4 +140,4 @@ def _backward_flops(grad, x, hidden, weight1, weight2) -> int:
 
 
 BACKWARD = register("mlp_backward", _backward, _fake_backward, flops=_backward_flops)
-FORWARD = register("mlp", _forward, _fake, _setup, _gradient, _flops)
+FORWARD = register("mlp", _forward, _fake, _setup, _gradient, _flops, keeps=True)

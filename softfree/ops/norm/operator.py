@@ -98,19 +98,15 @@ def landmark_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The gradient of ``x``, and of weight and bias as the rows of one tensor."""
-    from softfree.ops.norm.kernels import landmark_norm_backward_kernel
-    from softfree.ops.shared.launching import launch
-
     grad, x = grad.contiguous(), x.contiguous()
     grad_x = torch.empty_like(x)
-    rows, tiles, options = _tiles(x.numel(), x.shape[-1])
-    steps, parts = _stretches(x, tiles)
-    if tiles > 0:
-        launch(
-            landmark_norm_backward_kernel, (parts.shape[0],),
-            (grad, x, weight.contiguous(), bias.contiguous(), grad_x, parts),
-            (rows, x.shape[-1], steps, scale, eps), **options,
-        )  # fmt: skip
+    run, sizes = _backward_launch(
+        "landmark_norm_backward_kernel", x.numel(), x.shape[-1], (float(scale), eps),
+        devices.processors(x.device),
+    )  # fmt: skip
+    parts = torch.empty(sizes, dtype=torch.float32, device=x.device)
+    if x.numel() > 0:
+        run(grad, x, weight.contiguous(), bias.contiguous(), grad_x, parts)
     return grad_x, parts.sum(0).to(weight.dtype)
 
 
@@ -164,19 +160,15 @@ def _fake_add(x, branch, weight, bias, eps, keep):
 
 def _add_backward(grad: Tensor, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The gradient of the sum, and of weight and bias as the rows of one tensor."""
-    from softfree.ops.norm.kernels import add_norm_backward_kernel
-    from softfree.ops.shared.launching import launch
-
     grad = grad.contiguous()
     grad_sum = torch.empty_like(total)
-    rows, tiles, options = _tiles(total.numel(), total.shape[-1])
-    steps, parts = _stretches(total, tiles)
-    if tiles > 0:
-        launch(
-            add_norm_backward_kernel, (parts.shape[0],),
-            (grad, total, weight.contiguous(), grad_sum, parts),
-            (rows, total.shape[-1], steps, eps), **options,
-        )  # fmt: skip
+    run, sizes = _backward_launch(
+        "add_norm_backward_kernel", total.numel(), total.shape[-1], (eps,),
+        devices.processors(total.device),
+    )  # fmt: skip
+    parts = torch.empty(sizes, dtype=torch.float32, device=total.device)
+    if total.numel() > 0:
+        run(grad, total, weight.contiguous(), grad_sum, parts)
     return grad_sum, parts.sum(0).to(weight.dtype)
 
 
@@ -198,7 +190,7 @@ def _add_gradient(ctx: Any, grad, _):
 
 
 ADD_BACKWARD = register("add_norm_backward", _add_backward, _fake_add_backward)
-ADD_FORWARD = register("add_norm", _add_forward, _fake_add, _setup_add, _add_gradient)
+ADD_FORWARD = register("add_norm", _add_forward, _fake_add, _setup_add, _add_gradient, keeps=True)
 
 
 def _tiles(numel: int, channels: int) -> tuple[int, int, dict[str, int]]:
@@ -208,8 +200,17 @@ def _tiles(numel: int, channels: int) -> tuple[int, int, dict[str, int]]:
     return rows, tiles_of(rows, blocks["ROWS"]), dict(**blocks, num_warps=4)
 
 
-def _stretches(x: Tensor, tiles: int) -> tuple[int, Tensor]:
-    """Tiles of a stretch, and room for each stretch's part of the gradients of weight and bias."""
-    steps = max(1, tiles_of(tiles, PROGRAMS_PER_PROCESSOR * devices.processors(x.device)))
-    sizes = (tiles_of(tiles, steps), 2, x.shape[-1])
-    return steps, torch.empty(sizes, dtype=torch.float32, device=x.device)
+@functools.lru_cache(maxsize=1024)
+def _backward_launch(
+    kernel: str, numel: int, channels: int, values: tuple[float, ...], processors: int
+) -> tuple[Any, tuple[int, int, int]]:
+    """The launch of a backward kernel, and the sizes of the parts of the gradients of weight and bias."""
+    from softfree.ops.norm import kernels
+    from softfree.ops.shared.launching import Launch
+
+    rows, tiles, options = _tiles(numel, channels)
+    steps = max(1, tiles_of(tiles, PROGRAMS_PER_PROCESSOR * processors))
+    stretches = tiles_of(tiles, steps)
+    values = (rows, channels, steps, *values)
+    run = Launch(getattr(kernels, kernel), (stretches,), values, **options)
+    return run, (stretches, 2, channels)

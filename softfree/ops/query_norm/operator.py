@@ -88,7 +88,7 @@ def _gradient(ctx: Any, grad, _):
 
 
 BACKWARD = register("query_norm_backward", _backward, _fake_backward)
-FORWARD = register("query_norm", _forward, _fake, _setup, _gradient)
+FORWARD = register("query_norm", _forward, _fake, _setup, _gradient, keeps=True)
 
 
 def inverse_deviations(q: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ their fields, :func:`flatten` makes such arguments, and each function gets its r
 import inspect
 import operator as operator_module
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 from torch import _C, Tensor
@@ -52,6 +52,8 @@ def register(
     setup_context: Callable[[Any, tuple, Any], None] | None = None,
     gradient: Callable[..., tuple] | None = None,
     flops: Callable[..., int] | None = None,
+    *,
+    keeps: bool = False,
 ) -> Callable[..., Any]:
     """Register ``softfree::name``.
 
@@ -65,12 +67,15 @@ def register(
             needs to give the gradients of the first inputs; the rest have none. None: a gradient is refused. What
             ``gradient`` computes is an operator registered without one, so that second derivatives are refused too.
         flops: as ``compute``, with shapes in the place of tensors; multiply-adds counted twice.
+        keeps: whether outputs after the first are there for ``setup_context`` alone. An eager call with a gradient
+            then returns the first alone, as a tuple: PyTorch has less to keep account of.
 
     Returns:
         A function of the arguments of ``compute``.
     """
     kinds = get_type_hints(compute)
     result = kinds.pop("return")
+    outputs = len(get_args(result)) or 1
     forms = [_form(kind) for kind in kinds.values()]
     leading = sum(map(_is_tensors, kinds.values()))
     records = forms[:leading] if any(forms[:leading]) else []
@@ -127,6 +132,17 @@ def register(
         def backward(ctx: Any, *grads: Any) -> Any:
             return None, None, *gradients(ctx, grads, len(ctx.needs_input_grad) - 2)
 
+    class Shown(Differentiable):
+        """The same for an eager call, which does not return what is for the gradient alone."""
+
+        @staticmethod
+        def forward(ctx: Any, run: Callable, inputs: tuple, *tensors: Any) -> Any:
+            return Differentiable.forward(ctx, run, inputs, *tensors)[:1]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return Differentiable.backward(ctx, *grads, *(None,) * (outputs - 1))
+
     class Transformable(Function):
         """For ``torch.func``, which takes the flat inputs apart."""
 
@@ -172,7 +188,7 @@ def register(
         return *found, *(None,) * (count - len(found))
 
     # Not by ``Function.apply``, which is for torch.func, and at some cost.
-    differentiable = super(Function, Differentiable).apply
+    differentiable = super(Function, Shown if keeps else Differentiable).apply
 
     def with_autograd(keyset: Any, *flat: Any) -> Any:
         def below_autograd(*_: Any) -> Any:

@@ -1,5 +1,8 @@
 """Sums over all tokens: what a bias's gradient is."""
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,22 +19,28 @@ def column_sums(x: Tensor) -> Tensor:
 
     PyTorch's own sum takes three times as long where columns are few and rows many.
     """
-    from softfree.ops.shared.kernels import column_sum_kernel
-    from softfree.ops.shared.launching import launch
-
     x = x.contiguous()
     rows, columns = x.shape
+    stretches, run = _launch(rows, columns, devices.processors(x.device))
+    parts = torch.empty((stretches, columns), dtype=torch.float32, device=x.device)
+    if parts.numel() > 0:
+        run(x, parts)
+    return parts.sum(0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(rows: int, columns: int, processors: int) -> tuple[int, Any]:
+    """Into how many parts the rows go, and what writes their sums."""
+    from softfree.ops.shared.kernels import column_sum_kernel
+    from softfree.ops.shared.launching import Launch
+
     width = min(COLUMNS, power_of_two(columns))
     height = ELEMENTS // width
     tiles = tiles_of(columns, width)
-    stretches = max(1, PROGRAMS_PER_PROCESSOR * devices.processors(x.device) // tiles)
-    steps = max(1, tiles_of(rows, height * stretches))
-    parts = torch.empty(
-        (tiles_of(rows, height * steps), columns), dtype=torch.float32, device=x.device
-    )
-    if parts.numel() > 0:
-        launch(
-            column_sum_kernel, (parts.shape[0], tiles), (x, parts), (rows, columns, steps),
-            ROWS=height, COLUMNS=width, num_warps=4,
-        )  # fmt: skip
-    return parts.sum(0)
+    wanted = max(1, PROGRAMS_PER_PROCESSOR * processors // tiles)
+    steps = max(1, tiles_of(rows, height * wanted))
+    stretches = tiles_of(rows, height * steps)
+    return stretches, Launch(
+        column_sum_kernel, (stretches, tiles), (rows, columns, steps),
+        ROWS=height, COLUMNS=width, num_warps=4,
+    )  # fmt: skip

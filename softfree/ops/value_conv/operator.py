@@ -179,25 +179,39 @@ def launches(
 
 
 def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
-    from softfree.ops.shared.launching import launch
+    run, sizes = _weight_launch(
+        v.shape, weight.shape, (*grad.stride()[:2], *v.stride()[:2]), height, width,
+        devices.processors(v.device),
+    )  # fmt: skip
+    parts = torch.empty(sizes, dtype=torch.float32, device=weight.device)
+    run(grad, v, parts)
+    return parts.sum(1, keepdim=True).to(weight.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _weight_launch(
+    size: torch.Size,
+    filters: torch.Size,
+    strides: tuple[int, ...],
+    height: int,
+    width: int,
+    processors: int,
+) -> tuple[Any, tuple[int, ...]]:
+    """What writes the parts of the filters' gradient, and the sizes of these."""
+    from softfree.ops.shared.launching import Launch
     from softfree.ops.value_conv.kernels import value_conv_weight_kernel
 
-    heads, kernel = weight.shape[0], weight.shape[-1]
-    blocks, tiles_y, tiles_x = _tiles(v.shape[2], heads, kernel, height, width)
-    items = v.shape[0] * tiles_y * tiles_x
-    stretches = max(1, min(items, tiles_of(4 * devices.processors(v.device), heads * kernel)))
-    parts = torch.empty(
-        (heads, stretches, kernel, kernel), dtype=torch.float32, device=weight.device
-    )
-    launch(
-        value_conv_weight_kernel, (kernel, stretches, heads), (grad, v, parts),
-        (
-            v.shape[0], heads, height, width, v.shape[2] // heads, tiles_y, tiles_x, stretches,
-            grad.stride(0), grad.stride(1), v.stride(0), v.stride(1),
-        ),
+    batch, _, channels = size
+    heads, kernel = filters[0], filters[-1]
+    blocks, tiles_y, tiles_x = _tiles(channels, heads, kernel, height, width)
+    items = batch * tiles_y * tiles_x
+    stretches = max(1, min(items, tiles_of(4 * processors, heads * kernel)))
+    run = Launch(
+        value_conv_weight_kernel, (kernel, stretches, heads),
+        (batch, heads, height, width, channels // heads, tiles_y, tiles_x, stretches, *strides),
         KERNEL=kernel, **blocks, num_warps=4, **devices.as_for_ampere(),
     )  # fmt: skip
-    return parts.sum(1, keepdim=True).to(weight.dtype)
+    return run, (heads, stretches, kernel, kernel)
 
 
 def _tiles(

@@ -143,8 +143,8 @@ def compile_call(architecture: int = 90, **settings) -> None:
         grid, window = (7 * stride, 7 * stride), (stride, stride)
         q, scale = torch.zeros(2, 2, 49 * stride**2, d, dtype=dtype), torch.ones(2)
         inverse = query_norm.inverse_deviations(q)
-        means = query_norm.norm(q, scale, q, inverse, grid, window, means=True)
-        query_norm.write_gradient(q, q, scale, inverse, means, q, grid, window, kept=0.5)
+        means = query_norm.norm(q, scale, q, inverse, grid, window, means=True, log=True)
+        query_norm.write_gradient(q, q, scale, inverse, means, q, grid, window, 0.5, log=True)
         return
     if "norm" in settings:
         x = torch.zeros(640, settings["norm"], dtype=dtype)

@@ -84,6 +84,32 @@ def test_an_output_that_is_left_out_is_an_empty_tensor_to_onlookers():
     assert torch.equal(torch.func.vmap(lambda row: call(row, False)[0])(x), x / 2)
 
 
+def test_what_is_kept_for_the_gradient_is_not_returned_by_an_eager_call_with_one():
+    def keep_product(ctx, inputs, output):
+        ctx.save_for_backward(output[1])
+        ctx.set_materialize_grads(False)
+
+    def by_product(ctx, grad, none):
+        assert none is None
+        return None if grad is None else grad * ctx.saved_tensors[0], None
+
+    shapes = lambda x, y: (torch.empty_like(x), torch.empty_like(x))  # noqa: E731
+    compute = lambda x, y: (x.square() / 2 * y, x * y)  # noqa: E731
+    compute.__annotations__ = dict(x=Tensor, y=float) | {"return": tuple[Tensor, Tensor]}
+    call = register("kept_for_a_test", compute, shapes, keep_product, by_product, keeps=True)
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    assert len(call(x, 2.0)) == 1 and len(call(x.detach(), 2.0)) == 2
+    torch.autograd.gradcheck(lambda x: call(x, 2.0)[0], (x,))
+    with Counting():  # onlookers get the operator's outputs, and the same gradient
+        (found,) = torch.autograd.grad(call(x, 2.0)[0].sum(), x)
+    assert torch.equal(found, 2 * x.detach())
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        call(x, 2.0)
+    assert [torch.equal(t, 2 * x.detach()) for t in held] == [True]
+    assert torch.equal(torch.func.grad(lambda x: call(x, 2.0)[0].sum())(x.detach()), 2 * x.detach())
+
+
 class Counting(TorchDispatchMode):
     """Keeps the names of what is called."""
 

@@ -39,6 +39,7 @@ from softfree.ops.attention.solve import inverse_factor
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
 from softfree.ops.shared.launching import Chain, Launch, Part, Room, Step, launch
+from softfree.ops.shared.registration import LEFT_OUT
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
 
 # Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
@@ -203,6 +204,7 @@ class _Call:
         self.settings, self.device, self.strides = settings, device, strides
         self.newton = settings.inverse.method == "newton"
         self.shape = shape = _Shape.of(landmarks, v[3], dtype, device)
+        self.rows, self.fused = shape.rows, shape.fused
         self.cross = k is not None
         self.n, self.n_k = q[2], v[2]
         self.has_key_mask, self.has_landmark_mask = masks
@@ -417,6 +419,81 @@ class _Call:
         options = self.short("short_backward") | dict(CROSS=self.cross)
         return Launch(short_backward_kernel, (self.shape.rows,), values, **options)
 
+    @functools.cached_property
+    def backward_chain(self) -> tuple[Chain, Room]:
+        """Of the gradient, q, keys, v, landmarks, their masks, inverse, u, the four gradients, and of the room it needs."""
+        grad, *tokens = map(Part, range(7))
+        inverse, u, *gradients = map(Part, range(7, 13))
+        room = Room(13)
+        return Chain(self.backward_steps((grad, *tokens), inverse, u, gradients, room)), room
+
+    def backward_steps(
+        self,
+        given: Sequence[Part],
+        inverse: Part,
+        u: Part,
+        gradients: Sequence[Part],
+        room: Room,
+    ) -> list[Step]:
+        """The backward pass where one program does the m x m part; ``given`` is the gradient, then the tokens."""
+        if self.one_launch:
+            return [(self.short_backward, (*given, inverse, *gradients))]
+        shape = self.shape
+        *_, landmarks, _, landmark_mask = given
+        grad_q, grad_k, grad_v, grad_landmarks = gradients
+        dw_parts = room.part(self.query_parts)
+        u_parts = u if self.keeps_sums else room.part(self.key_parts)
+        steps = self.collect_steps(given, dw_parts, u_parts)
+        w, du = room.part(self.small), room.part(self.small)
+        dl = room.part((shape.rows, 1 + self.landmark_parts[0], shape.m, shape.d))
+        done = room.part((shape.rows, shape.tiles), torch.int32)
+        sources = landmarks, landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done
+        steps += [(self.mixing_backward, sources)]
+        return steps + self.token_gradients(
+            given, w, du, grad_q, grad_k, grad_v, dl, done, grad_landmarks
+        )
+
+    def collect_steps(self, given: Sequence[Part], dw_parts: Part, u_parts: Part) -> list[Step]:
+        """The first pass over the tokens; U is collected again where it was not kept."""
+        grad, q, keys, v, *masked = given
+        if self.shape.collects_both and not self.keeps_sums and not self.cross:
+            return [(self.collect_both, (q, grad, v, *masked, dw_parts, u_parts))]
+        steps: list[Step] = [(self.collect_gradient, (q, grad, grad, *masked, dw_parts, dw_parts))]
+        if not self.keeps_sums:
+            steps += [(self.collect_values, (keys, v, v, *masked, u_parts, u_parts))]
+        return steps
+
+    @functools.cached_property
+    def passes(self) -> tuple[Chain, Chain]:
+        """Both passes over the tokens, for what comes between them to be done by PyTorch."""
+        given = [*map(Part, range(7))]
+        first = self.collect_steps(given, Part(7), Part(8))
+        return Chain(first), Chain(self.token_gradients(given, *map(Part, range(7, 15))))
+
+    def token_gradients(
+        self,
+        given: Sequence[Part],
+        w: Part,
+        du: Part,
+        grad_q: Part,
+        grad_k: Part,
+        grad_v: Part,
+        dl: Part,
+        done: Part,
+        grad_landmarks: Part,
+    ) -> list[Step]:
+        """The second pass over the tokens."""
+        grad, q, keys, v, *masked = given
+        steps: list[Step] = []
+        if self.shape.tiles > 1:
+            sources = q, grad, v, *masked, w, du, grad_q, grad_v
+            steps += [(self.spread_tiled_backward, sources)]
+            if self.cross:
+                sources = keys, grad, v, *masked, w, du, grad_k, grad_v
+                steps += [(self.spread_tiled_keys_backward, sources)]
+        results = grad_q, grad_k, grad_v, dl, done, grad_landmarks
+        return [*steps, (self.spread_backward, (*given, w, du, *results))]
+
     @property
     def backward_sizes(self) -> tuple[int, ...]:
         shape = self.shape
@@ -511,11 +588,11 @@ def remembered_call(sizes, masks, dtype, device, settings, names, strides):
 def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tokens by rows, the keys among them, landmarks, masks as bytes; no mask is a pointer that is not read."""
     q, k, v, landmarks, key_mask, landmark_mask = inputs
-    q = _rows(q)
+    q = q if q.stride(3) == 1 else q.contiguous()
     return (
         q,
         q if k is None else _rows(k),
-        _rows(v),
+        v if v.stride(3) == 1 else v.contiguous(),
         landmarks.contiguous(),
         q if key_mask is None else key_mask.contiguous().view(torch.uint8),
         q if landmark_mask is None else landmark_mask.contiguous().view(torch.uint8),
@@ -528,9 +605,9 @@ def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor
     x = token_tensor(q, v.shape[3])
     call = _call(inputs, settings, q=q, keys=keys, v=v, x=x)
     inverse, u = _float32(q, call.inverse), _float32(q, call.sums)
-    if call.shape.rows == 0:
+    if call.rows == 0:
         return x, inverse, u
-    if call.shape.fused:
+    if call.fused:
         chain, room = call.forward_chain
         scratch = room.empty(q.device) if room.bytes else x
         chain(q, keys, v, landmarks, key_mask, landmark_mask, x, inverse, u, scratch)
@@ -559,7 +636,7 @@ def backward(
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.backward`; the gradients of q and v go ``into`` tensors given."""
-    tokens = q, keys, v, landmarks, key_mask, landmark_mask = _tensors(inputs)
+    tokens = q, keys, v, landmarks, _, landmark_mask = _tensors(inputs)
     grad_q, grad_v = into or (token_tensor(q, q.shape[3]), token_tensor(v, v.shape[3]))
     grad_k = grad_q if inputs.k is None else token_tensor(keys, q.shape[3])
     grad_landmarks = torch.empty_like(landmarks)
@@ -568,51 +645,35 @@ def backward(
         inputs, settings, grad=grad, q=q, keys=keys, v=v, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
     )  # fmt: skip
     shape = call.shape
-    found = grad_q, grad_k if call.cross else q.new_empty(0), grad_v, grad_landmarks
-    if shape.rows == 0:
+    found = grad_q, grad_k if call.cross else LEFT_OUT, grad_v, grad_landmarks
+    if call.rows == 0:
         return found
-    if call.one_launch:
-        call.short_backward(grad, *tokens, inverse, grad_q, grad_k, grad_v, grad_landmarks)
+    if call.fused:
+        chain, room = call.backward_chain
+        scratch = room.empty(q.device) if room.bytes else q
+        chain(
+            grad, *tokens, inverse, u, grad_q, grad_k, grad_v, grad_landmarks, scratch
+        )  # fmt: skip
         return found
     dw_parts = _float32(q, call.query_parts)
     if call.keeps_sums:
         u_parts = u.view(shape.rows, 1, shape.m, shape.d_v)
     else:
         u_parts = _float32(q, call.key_parts)
-    if shape.collects_both and not call.keeps_sums and not call.cross:
-        call.collect_both(
-            q, grad, v, landmarks, key_mask, landmark_mask, dw_parts, u_parts
-        )  # fmt: skip
-    else:
-        call.collect_gradient(
-            q, grad, grad, landmarks, key_mask, landmark_mask, dw_parts, dw_parts
-        )  # fmt: skip
-        if not call.keeps_sums:
-            call.collect_values(keys, v, v, landmarks, key_mask, landmark_mask, u_parts, u_parts)
+    collect, spread = call.passes
+    collect(grad, *tokens, dw_parts, u_parts)
     dl = _float32(q, (shape.rows, 1 + call.landmark_parts[0], shape.m, shape.d))
-    done = torch.empty((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
-    if shape.fused:
-        w, du = _float32(q, call.small), _float32(q, call.small)
-        call.mixing_backward(landmarks, landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done)
-    else:
-        points, mask = landmarks.float(), inputs.landmark_mask
-        if mask is not None:
-            points = torch.where(mask[:, None, :, None], points, 0)
-        w, du, through_inverse = torch_mixing.mixing_backward(
-            _sum(dw_parts, shape), _sum(u_parts, shape),
-            _landmark_matrix(call, landmarks, landmark_mask), inverse, points, mask, settings,
-        )  # fmt: skip
-        w, du = w.contiguous(), du.contiguous()
-        dl[:, 0] = through_inverse.flatten(0, 1)
-        done.zero_()
-    masks = landmarks, key_mask, landmark_mask
-    if shape.tiles > 1:
-        call.spread_tiled_backward(q, grad, v, *masks, w, du, grad_q, grad_v)
-        if call.cross:
-            call.spread_tiled_keys_backward(keys, grad, v, *masks, w, du, grad_k, grad_v)
-    call.spread_backward(
-        grad, *tokens, w, du, grad_q, grad_k, grad_v, dl, done, grad_landmarks
+    done = torch.zeros((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
+    points, mask = landmarks.float(), inputs.landmark_mask
+    if mask is not None:
+        points = torch.where(mask[:, None, :, None], points, 0)
+    w, du, through_inverse = torch_mixing.mixing_backward(
+        _sum(dw_parts, shape), _sum(u_parts, shape),
+        _landmark_matrix(call, landmarks, landmark_mask), inverse, points, mask, settings,
     )  # fmt: skip
+    w, du = w.contiguous(), du.contiguous()
+    dl[:, 0] = through_inverse.flatten(0, 1)
+    spread(grad, *tokens, w, du, grad_q, grad_k, grad_v, dl, done, grad_landmarks)
     return found
 
 
