@@ -57,13 +57,35 @@ def test_there_are_blocks_and_examples_to_run():
     assert len(WITH_EXAMPLES) >= 20
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page):
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
-    missing = [
-        link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()
-    ]
-    assert not missing
+@pytest.mark.parametrize("page", (*PAGES, "results/README.md"))
+def test_links_lead_to_files_and_headings(page):
+    file = ROOT / page
+    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        path, _, heading = link.partition("#")
+        if "://" in link:
+            continue
+        target = file.parent / path if path else file
+        assert target.exists(), link
+        if heading:
+            target = target / "README.md" if target.is_dir() else target
+            headings = re.findall(r"^#+ (.*)", target.read_text(), re.M)
+            assert heading in [
+                re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings
+            ]
+
+
+@pytest.mark.parametrize("page", (*PAGES[:2], *PAGES[3:], "results/README.md"))
+def test_flags_in_the_pages_are_taken_by_their_commands(page, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    for command, rest in re.findall(r"softfree ([a-z][a-z-]+)([^\n`|#]*)", text):
+        first = rest.split()[:1]
+        help_text = softfree_cli.kept_text([command, *first, "--help"])
+        help_text = help_text or softfree_cli.kept_text([command, "--help"])
+        flags = set(re.findall(r"(?<=\s)--[a-z][\w-]*", rest))
+        # `softfree validate --checkpoint C` finds its task in the checkpoint.
+        if command in softfree_cli.COMMANDS and "COMMAND" not in help_text:
+            assert flags <= set(re.findall(r"--[a-z][\w-]*", help_text)), (command, rest)
 
 
 def test_commands_in_the_pages_exist():
