@@ -78,7 +78,10 @@ def test_a_layer_with_landmarks_far_from_all_tokens_is_found_and_our_own_family_
     assert "attends to next to nothing" in warned["stages.1.blocks.0.attn"][0]
     assert rows[1]["total_weight"] < 1e-2 < rows[0]["total_weight"]
     print_report(rows, "a model")
-    assert "softfree_* (and --attention\nsoftfree)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "softfree_* (and --attention\nsoftfree)" in out
+    # A table of 80 columns has room for its first one.
+    assert all(f"\n {place} " in out for place in ("stage", "block", "1.1", "4.1"))
     image = torch.randn(3, 64, 64)
     own = timm.create_model("softfree_tiny", img_size=64, **SHAPE)
     assert not any(row["judgement"] == "dead" for row in examine(own, image))
