@@ -3,6 +3,7 @@
     python benchmarks/attack.py checkpoints                 metadata, settings, weights and states of runs
     python benchmarks/attack.py pictures                    damaged, odd and hostile ones, as pictures and class maps
     python benchmarks/attack.py coco                        annotations of a detection data set
+    python benchmarks/attack.py layouts                     files of PASCAL VOC's, YOLO's and CIFAR-10's layouts
     python benchmarks/attack.py requests                    what a page or a stranger may send to the explorer
     python benchmarks/attack.py coco --count 100 --seed 1   so many, drawn with this seed
 
@@ -19,6 +20,7 @@ import io
 import itertools
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -536,6 +538,73 @@ def coco_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
         yield Attack(f"{number}: {how}", attack)
 
 
+# Sets in other layouts
+
+
+def layout_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
+    """Damage and hostile words in the files of VOC's, YOLO's and CIFAR-10's layouts, which `check-data` takes or names."""
+    generator = random.Random(seed)
+    write_layouts(folder / "data")
+    files = sorted(p for p in (folder / "data").rglob("*") if p.is_file() and p.suffix != ".png")
+    for number in range(count):
+        file = generator.choice(files)
+        sound = file.read_bytes()
+        content = bytearray(sound)
+        how = generator.choice(("is", "cut", "changed", "with"))
+        place = generator.randrange(len(content))
+        words = generator.choice((*BYTES, *WORDS))
+        if how == "is":
+            content[:] = words
+        elif how == "cut":
+            del content[place:]
+        elif how == "changed":
+            content[place] = generator.randrange(256)
+        else:
+            content[place:place] = words
+        file.write_bytes(content)
+        layout = file.relative_to(folder / "data").parts[0]
+        kind = ["longrange", "--task", "image"] if layout == "cifar" else ["detection"]
+        check = ["check-data", *kind, "--data-dir", str(folder / "data" / layout), "--workers", "0"]
+        name = (
+            f"{number}: {file.relative_to(folder / 'data')} {how} {bytes(words[:12])!r} at {place}"
+        )
+        yield Attack(name, lambda check=check: softfree_cli.main(check))
+        file.write_bytes(sound)
+
+
+WORDS = (
+    b'<!DOCTYPE a [<!ENTITY b "bbbbbbbb"><!ENTITY c "&b;&b;&b;&b;">]>', b"&c;", b"<object/>", b"<a>" * 100_000,
+    b"*a", b"&a ", b"- " * 100_000, b"!!python/object/apply:os.system [ls]", b"../../..", b"/etc/passwd", b"1e400", b"nan", b"9" * 400,
+    b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04r\xff\xff\xff\x7f", b"\x96\xff\xff\xff\xff\xff\x00\x00\x00", b"\n", b"\r\x00",
+)  # fmt: skip
+
+
+def write_layouts(root: Path) -> None:
+    """Small sound sets, of each picture one object."""
+    box = "<bndbox><xmin>2</xmin><ymin>2</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
+    texts = {
+        "voc/Annotations/{n}.xml": f"<annotation><object><name>cat</name>{box}</object></annotation>",
+        "voc/ImageSets/Main/{split}.txt": "{n}\n",
+        "yolo/labels/{split}/{n}.txt": "0 0.5 0.5 0.2 0.2\n",
+        "yolo/data.yaml": "path: .\ntrain: images/train\nval: images/val\nnames: {{0: cat, 1: dog}}\n",
+    }
+    for n, split in enumerate(("train", "val")):
+        for name, text in texts.items():
+            path = root / name.format(n=n, split=split)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.format(n=n, split=split))
+        for path in (
+            root / "voc/JPEGImages" / f"{n}.png",
+            root / "yolo/images" / split / f"{n}.png",
+        ):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32)).save(path)
+    (root / "cifar").mkdir()
+    for name in ("data_batch_1", "test_batch"):
+        batch = {"data": np.zeros((20, 3072), np.uint8), "labels": [*range(10)] * 2}
+        (root / "cifar" / name).write_bytes(pickle.dumps(batch, protocol=2))
+
+
 # Requests
 
 
@@ -651,6 +720,7 @@ ATTACKS: dict[str, Callable[[int, int, Path], Iterator[Attack]]] = {
     "checkpoints": checkpoint_attacks,
     "pictures": picture_attacks,
     "coco": coco_attacks,
+    "layouts": layout_attacks,
     "requests": request_attacks,
 }
 

@@ -13,7 +13,8 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "attack.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what, count", [("checkpoints", 8), ("pictures", 4), ("coco", 4), ("requests", 20)]
+    "what, count",
+    [("checkpoints", 8), ("pictures", 4), ("coco", 4), ("layouts", 4), ("requests", 20)],
 )
 def test_damaged_files_are_refused_in_a_line_or_taken(what, count):
     words = [sys.executable, str(SCRIPT), what, "--count", str(count), "--seed", "1"]

@@ -48,7 +48,11 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         if len(beyond):
             raise ValueError(f"labels must be 0 to {len(CLASSES) - 1}, got {beyond[0]}")
     except Exception as error:  # damaged pickles raise errors of nearly any type
-        reason = "it is cut off" if isinstance(error, EOFError) else str(error)
+        reason = (
+            "it is cut off" if isinstance(error, EOFError) else f"it is damaged ({error!r:.60})"
+        )
+        if type(error) is ValueError:
+            reason = str(error)
         raise ValueError(f"`data_dir`: {path} is no batch of CIFAR-10: {reason}") from error
     return pictures, labels.astype(np.uint8)
 

@@ -127,7 +127,8 @@ PICTURES = np.zeros((2, 3072), np.uint8)
         (damaged({"data": PICTURES, "labels": [1, 2.0]}), "labels must be whole numbers"),
         (damaged({"data": PICTURES.astype(float), "labels": [1, 2]}), "must be 8 bits"),
         (damaged({"data": PICTURES[:, 1:], "labels": [1, 2]}), "3,072 values each"),
-        (b"\x80\x02r\xff\xff\xff\xff.", ""),  # claims billions of values
+        (b"\x80\x02r\xff\xff\xff\xff.", "it is damaged .IndexError"),  # claims billions of values
+        (b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\x00\x00.", "it is damaged .MemoryError"),
     ],
 )
 def test_damaged_or_hostile_batches_are_refused_by_name(tmp_path, capsys, content, fault):
