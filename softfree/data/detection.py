@@ -282,7 +282,8 @@ def train_transform(
     Args:
         short_sides, max_size: the picture is resized to one of the short sides, its long side within ``max_size``.
         scales: both are multiplied by a random number from here to here.
-        crop: side of the square that is cut out then, which has the mean colour outside of the picture; 0: all of it.
+        crop: side of the square that is cut out then, with the middle of an object in it where there are any; outside of
+            the picture it has the mean colour. 0: all of it.
         color_jitter: see :func:`softfree.data.images.photometric`.
     """
     sides, longest = list(short_sides), max_size
@@ -294,8 +295,28 @@ def train_transform(
     steps += photometric(color_jitter)
     if crop:
         fill = {tv_tensors.Image: MEAN_COLOUR, tv_tensors.Mask: 0, "others": 0}
-        steps += [v2.RandomCrop(crop, pad_if_needed=True, fill=fill), VisibleBoxes()]
+        steps += [ObjectCrop(crop, pad_if_needed=True, fill=fill), VisibleBoxes()]
     return v2.Compose([*steps, v2.SanitizeBoundingBoxes(), v2.ToPureTensor()])
+
+
+class ObjectCrop(v2.RandomCrop):
+    """A random crop that has the middle of one of the objects in it, if there are any: of ground alone little is learned."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        params = super().make_params(flat_inputs)
+        boxes = next(part for part in flat_inputs if isinstance(part, tv_tensors.BoundingBoxes))
+        if len(boxes):
+            x1, y1, x2, y2 = boxes[int(torch.randint(len(boxes), ()))].tolist()
+            height, width = boxes.canvas_size
+            left, top, right, bottom = params["padding"]
+            for name, middle, side, cut in (
+                ("left", left + (x1 + x2) / 2, left + width + right, params["width"]),
+                ("top", top + (y1 + y2) / 2, top + height + bottom, params["height"]),
+            ):
+                least = max(0, math.ceil(middle) - cut)
+                most = min(side - cut, math.floor(middle))
+                params[name] = int(torch.randint(least, max(least, most) + 1, ()))
+        return params
 
 
 class VisibleBoxes(torch.nn.Module):

@@ -428,7 +428,7 @@ class Classification(PictureTask):
             return self.class_names[int(label)]
         shares, classes = label.topk(min(2, len(label)))
         return " + ".join(
-            f"{self.class_names[number]} {share:.0%}"
+            f"{self.class_names[number]} ({share:.0%})"
             for share, number in zip(shares.tolist(), classes.tolist(), strict=True)
             # Smoothing gives every class a little.
             if share > max(0.05, 2 * label.min().item())

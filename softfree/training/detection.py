@@ -81,7 +81,7 @@ class DetectionDataSettings:
     scales: tuple[float, float] = (1.0, 1.0)
     """training: both sides are multiplied by a random number from here to here"""
     crop: int = 0
-    """training: side of the square that is cut out at random then; 0: none"""
+    """training: side of the square that is cut out at random then, with an object in it if there is one; 0: none"""
     color_jitter: float = 0.0
     """training: change of brightness, contrast and saturation"""
     balance: float = 0.0

@@ -193,6 +193,18 @@ def test_crops_of_resized_pictures_keep_boxes_at_what_is_left_of_the_masks():
     assert 0 < kept < sum(whole) and 0 < padded < 20
 
 
+def test_a_crop_of_a_picture_with_objects_has_one():
+    shapes = load_detection(None, shapes=(10, 1))
+    shapes.train.transform = train_transform([96], 96, scales=(1.0, 3.0), crop=40)
+    torch.manual_seed(0)
+    places = set()
+    for index in [*range(10)] * 5:
+        image, target = shapes.train[index]
+        assert image.shape == (3, 40, 40) and len(target["boxes"])
+        places.add(tuple(target["boxes"][0].tolist()))
+    assert len(places) > 10
+
+
 def test_boxes_without_masks_are_cut_at_the_border_of_a_crop():
     shapes = load_detection(None, shapes=(20, 1))
     shapes.train.transform = train_transform([96], 96, crop=48)
