@@ -1,7 +1,7 @@
 """Write a model as ONNX, as a torch.export program or in timm's layout, checked against PyTorch.
 
 A file of ONNX or torch.export needs no softfree. It serves any batch, and any height and width of at least 33
-pixels. With --format timm a folder is written that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads
+pixels; of a detector, one picture at a time. With --format timm a folder is written that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads
 after `import softfree`, and that timm's and Hugging Face's tools push to the Hub.
 """
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+from torch import nn
 
 from softfree.analysis.subject import Subject, load_subject
 from softfree.commands.common import (
@@ -20,6 +21,7 @@ from softfree.commands.common import (
     elapsing,
     message_console,
 )
+from softfree.models.boxes import OUTPUTS, BoxProgram
 from softfree.models.export import (
     SMALLEST_FREE,
     TOLERANCE,
@@ -29,6 +31,8 @@ from softfree.models.export import (
     export_pt2,
 )
 from softfree.models.hub import save_for_timm
+from softfree.training.checkpoint import read_metadata
+from softfree.training.tasks import load_for_inference
 from softfree_cli import FAILED, fail
 
 
@@ -43,15 +47,16 @@ def export(
 ) -> int:
     """Export a model and check the file. The exit code is 1, and no file is written, if it is off.
 
-    Of a detector, its backbone and feature pyramid are exported: images to maps.
+    Of a RetinaNet, the file gives boxes, scores and labels of one picture at a time, chosen already. Of a Mask R-CNN, its
+    backbone and feature pyramid are exported: images to maps.
 
     Args:
         output: the file to write; a folder with --format timm.
         checkpoint: folder that `softfree train` wrote, such as OUT/best.
         model: name of a fresh model with random weights, see `softfree models`.
         format: ONNX, a torch.export program, or a folder as timm and the Hugging Face Hub have it.
-        features: maps at 1/4 to 1/32 of the image (every part of a model without a pyramid), not classes;
-            for --model.
+        features: maps at 1/4 to 1/32 of the image (every part of a model without a pyramid), not classes or boxes;
+            for --model and detectors.
         img_size: side of the images to check with; otherwise that of the training.
     """
     check_img_size(img_size)
@@ -67,34 +72,37 @@ def export(
             raise ValueError(f"PATH must end in .{format} with --format {format}, got {output}")
     if checkpoint is None and model is None:
         raise ValueError("export what? Give --checkpoint OUT/best, or --model for a fresh model")
-    if features and checkpoint is not None:
-        raise ValueError("--features is for --model; a checkpoint is exported as it was trained")
+    if features and checkpoint is not None and read_metadata(checkpoint)["task"] != "detection":
+        raise ValueError(
+            "--features is for --model and detectors; other checkpoints are exported as they were trained"
+        )
     console = message_console(markup=False)
     with elapsing() as report:
         report("loading the model")
-        kwargs: dict[str, Any] = {"features_only": True} if features else {}
+        kwargs: dict[str, Any] = {"features_only": True} if features and model else {}
         subject = load_subject(checkpoint, model, **kwargs)
         if format == "timm":
             return export_timm(subject, output)
         side = img_size or subject.metadata["img_size"]
-        names, metadata = exported_part(subject, features)
+        network, names, metadata = exported_part(subject, features)
         report(f"exporting {subject.title} and checking it: minutes for the larger ones")
         try:
             if format == "onnx":
                 error = export_onnx(
-                    subject.model, output, img_size=side, metadata=metadata, output_names=names
+                    network, output, img_size=side, metadata=metadata, output_names=names
                 )
             else:
-                error = export_pt2(subject.model, output, img_size=side, metadata=metadata)
+                error = export_pt2(network, output, img_size=side, metadata=metadata)
         except ExportError as problem:
             return fail(str(problem), FAILED)
-    checked = ", ".join(f"{b} x {h} x {w}" for b, h, w in check_shapes(side))
+    single = names[0] == "boxes"
+    checked = ", ".join(f"{b} x {h} x {w}" for b, h, w in check_shapes(side, single))
     console.print(
         f"{output}: {output.stat().st_size / 2**20:.1f} MiB, image to {', '.join(names)}\n"
         f"differs from PyTorch by at most {error:.1e} (allowed: {TOLERANCE:.0e}), checked with "
         f"batch x height x width {checked}",
     )
-    if side < SMALLEST_FREE:
+    if side < SMALLEST_FREE and not single:
         console.print(
             f"It takes images of {side} x {side} pixels alone: below {SMALLEST_FREE} sizes are fixed."
         )
@@ -135,19 +143,26 @@ def scores_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def exported_part(subject: Subject, features: bool) -> tuple[list[str], dict[str, Any]]:
-    """Names of what an exported file gives, and its metadata."""
+def exported_part(subject: Subject, features: bool) -> tuple[nn.Module, list[str], dict[str, Any]]:
+    """What is exported of a model, the names of what the file gives, and its metadata."""
     model: Any = subject.model
-    task = subject.metadata["task"]
-    if features:
-        names = [f"map_{i}" for i, _ in enumerate(model.feature_info.reduction(), 1)]
-    elif task == "detection":
+    metadata = subject.metadata
+    task = metadata["task"]
+    if task == "detection":
+        if metadata["detector"] == "retinanet" and not features:
+            assert subject.checkpoint is not None  # a fresh model is a classifier
+            detector: Any = load_for_inference(subject.checkpoint)[0]
+            preparation = detector.transform
+            picture = dict(mean=list(preparation.image_mean), std=list(preparation.image_std))
+            return BoxProgram(detector), list(OUTPUTS), {**metadata, **picture}
         with torch.no_grad():
             names = [f"map_{name}" for name in model(torch.zeros(1, 3, 64, 64))]
+    elif features:
+        names = [f"map_{i}" for i, _ in enumerate(model.feature_info.reduction(), 1)]
     elif task in ("classification", "segmentation"):
-        return ["logits"], subject.metadata
+        return model, ["logits"], metadata
     else:
         raise ValueError(
             f"--checkpoint is of the task {task!r}; models of images alone can be exported"
         )
-    return names, {**subject.metadata, "task": "features"}
+    return model, names, {**metadata, "task": "features"}

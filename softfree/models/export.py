@@ -5,13 +5,15 @@
     export_pt2(model, "model.pt2", img_size=224, metadata=metadata)
     program = torch.export.load("model.pt2").module()       # needs no softfree
 
-One file serves any batch, and any height and width of at least 33 pixels. It computes in float32.
+One file serves any batch, and any height and width of at least 33 pixels; a :class:`BoxProgram` takes one picture at a time.
+It computes in float32.
 """
 
 import copy
 import importlib.util
 import io
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +28,13 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from softfree.layers.pooling import averaging_matrix
+from softfree.models.boxes import RESULTS, BoxProgram
 from softfree.models.metadata import check_fields
 
 # Below it the last map of a pyramid has a side of 1, and exporters take a 1 for a constant.
 SMALLEST_FREE = 33  # sides that a file leaves free
 WIDEST = 8192
+DETECTOR_EXAMPLE = (160, 288)  # the coarsest map of a RetinaNet has sides above 1
 TOLERANCE = 1e-4
 Run = Callable[[Tensor], Sequence[Tensor]]
 
@@ -81,7 +85,7 @@ def export_onnx(
             _exportable(flat),
             (_example(flat, img_size),),
             dynamo=True,
-            dynamic_shapes=(_dynamic_sizes(img_size),),
+            dynamic_shapes=(_dynamic_sizes(flat, img_size),),
             input_names=["image"],
             output_names=list(output_names),
             verbose=False,
@@ -110,7 +114,7 @@ def export_pt2(
         program = torch.export.export(
             _exportable(flat),
             (_example(flat, img_size),),
-            dynamic_shapes=(_dynamic_sizes(img_size),),
+            dynamic_shapes=(_dynamic_sizes(flat, img_size),),
             # As the ONNX exporter has it: what can't be proved of all sizes is checked when it runs.
             prefer_deferred_runtime_asserts_over_guards=True,
         )
@@ -122,15 +126,15 @@ def export_pt2(
 class OnnxModel(nn.Module):
     """An ONNX file as a model: images (batch, channels, H, W) to what the file computes, on the CPU."""
 
-    def __init__(self, session: Any):
+    def __init__(self, session: Any, outputs: Sequence[str] | None = None):
         super().__init__()
-        self.session = session
+        self.session, self.outputs = session, outputs  # None: all
         # Callers ask a model's parameters for its device.
         self.place = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def forward(self, image: Tensor) -> Tensor | list[Tensor]:
         name = self.session.get_inputs()[0].name
-        found = self.session.run(None, {name: image.float().cpu().numpy()})
+        found = self.session.run(self.outputs, {name: image.float().cpu().numpy()})
         tensors = [torch.from_numpy(array).to(image.device) for array in found]
         return tensors[0] if len(tensors) == 1 else tensors
 
@@ -151,6 +155,8 @@ def load_onnx(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
             f"{path} does not say what it is for; was it written by `softfree export`?"
         )
     check_fields(path, metadata, ())
+    if metadata["task"] == "detection":
+        return OnnxModel(session, RESULTS), metadata
     return OnnxModel(session), metadata
 
 
@@ -198,20 +204,34 @@ def _image(model: nn.Module, batch: int, height: int, width: int) -> Tensor:
     return torch.randn(batch, convolution.in_channels, height, width, generator=generator)
 
 
+def _finds_boxes(flat: nn.Module) -> bool:
+    return isinstance(flat.model, BoxProgram)
+
+
 def _example(model: nn.Module, img_size: int) -> Tensor:
+    if _finds_boxes(model):
+        return _image(model, 1, *DETECTOR_EXAMPLE)
     return _image(model, 2, img_size, img_size + (32 if img_size >= SMALLEST_FREE else 0))
 
 
-def _dynamic_sizes(img_size: int) -> dict[int, Any]:
-    sizes: dict[int, Any] = {0: Dim("batch", min=1, max=65536)}
-    if img_size >= SMALLEST_FREE:
+def _dynamic_sizes(model: nn.Module, img_size: int) -> dict[int, Any]:
+    sizes: dict[int, Any] = {}
+    if not _finds_boxes(model):
+        sizes[0] = Dim("batch", min=1, max=65536)
+    if img_size >= SMALLEST_FREE or _finds_boxes(model):
         sizes[2] = Dim("height", min=SMALLEST_FREE, max=WIDEST)
         sizes[3] = Dim("width", min=SMALLEST_FREE, max=WIDEST)
     return sizes
 
 
-def check_shapes(img_size: int) -> list[tuple[int, int, int]]:
-    """Batch, height and width of the inputs a file is checked with: whole windows, odd sizes, both shapes."""
+def check_shapes(img_size: int, single: bool = False) -> list[tuple[int, int, int]]:
+    """Batch, height and width of the inputs a file is checked with: whole windows, odd sizes, both shapes.
+
+    ``single``: of a file for one picture at a time, whose sizes are always free.
+    """
+    if single:
+        shapes = check_shapes(max(SMALLEST_FREE, img_size))
+        return [(1, height, width) for _, height, width in shapes]
     if img_size < SMALLEST_FREE:
         return [(1, img_size, img_size), (3, img_size, img_size)]
     return [
@@ -234,7 +254,8 @@ def _write_checked(
     try:
         write(beside)
         run = open_program(beside)
-        worst = max(_error(model, run, shape) for shape in check_shapes(img_size))
+        single = _finds_boxes(model)
+        worst = max(_error(model, run, shape) for shape in check_shapes(img_size, single))
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -255,9 +276,9 @@ def _error(model: nn.Module, run: Run, shape: tuple[int, int, int]) -> float:
         ) from error
     worst = 0.0
     with torch.no_grad():
-        pairs = zip(found, model(image), strict=True)
-    for given, expected in pairs:
-        off = (given - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+        wanted = _wanted(model, image, found)
+    for given, expected in zip(found, wanted, strict=True):
+        off = _largest_difference(given, expected)
         if not off <= TOLERANCE:
             raise ExportError(
                 f"the exported program differs from the model by {off:.1e} {where} "
@@ -265,6 +286,30 @@ def _error(model: nn.Module, run: Run, shape: tuple[int, int, int]) -> float:
             )
         worst = max(worst, off)
     return worst
+
+
+def _wanted(model: Any, image: Tensor, found: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a program should have given.
+
+    Which boxes are kept may hang on the last digit of a score. Therefore the candidates of a detector are compared,
+    and its choice with that of the model among the same candidates.
+    """
+    if not _finds_boxes(model):
+        return model(image)
+    boxes, scores = model.model.candidates(image)
+    lengths = [len(own) for own in boxes]
+    given = [tensor.split(lengths) for tensor in found[len(RESULTS) :]]
+    chosen = model.model.choose(*given, image.shape[2] + image.shape[3])
+    return *chosen, torch.cat(boxes), torch.cat(scores)
+
+
+def _largest_difference(given: Tensor, expected: Tensor) -> float:
+    """Relative to the largest value, if that is above 1."""
+    if given.shape != expected.shape:
+        return math.inf
+    if not given.numel():
+        return 0.0
+    return (given - expected).abs().max().item() / max(1.0, expected.abs().max().item())
 
 
 def _open_onnx(path: Path) -> Run:

@@ -1,15 +1,24 @@
 """`softfree export`: a file, checked, from a checkpoint or a fresh model."""
 
 import json
+import re
+import textwrap
+from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
+from torch import nn
 
 import softfree_cli
 from softfree.commands import common
+from softfree.data.drawing import colour
+from softfree.data.shapes import draw_shapes
 from softfree.models import export
+from softfree.training.checkpoint import write_checkpoint
+from softfree.training.detection import Detection
 from softfree.training.tasks import load_for_inference
 
 from .checkpoints import classifier_checkpoint
@@ -44,6 +53,107 @@ def test_a_checkpoint_becomes_an_onnx_file_that_knows_its_classes(tmp_path, caps
         assert ours["probability"] == pytest.approx(theirs["probability"], abs=1e-4)
 
 
+@pytest.fixture
+def photo(tmp_path):
+    path = tmp_path / "street.png"
+    Image.fromarray(draw_shapes(0).image).resize((130, 90)).save(path)
+    return path
+
+
+def predictions(capsys, photo, *arguments: object) -> dict:
+    capsys.readouterr()
+    assert softfree_cli.main(["predict", str(photo), "--json", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def detector_checkpoint(folder):
+    """A RetinaNet that is certain of much, on a backbone that exporters take at once."""
+    arguments = dict(min_size=96, max_size=160, width=16, anchor_size=16, backbone_kwargs={})
+    metadata = dict(
+        task="detection",
+        model="resnet10t",
+        detector="retinanet",
+        arguments=arguments,
+        class_names=["circle", "square", "star"],
+    )
+    torch.manual_seed(0)
+    model = Detection.build(metadata)
+    with torch.no_grad():
+        for module in model.head.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.mul_(12)
+        model.head.classification_head.cls_logits.bias.fill_(-2)
+    write_checkpoint(folder, model.state_dict(), metadata, "{}")
+    return folder
+
+
+def run_example(monkeypatch, folder, file: str) -> dict:
+    """The code of docs/export.md that opens ``file``, run in ``folder``; its names."""
+    monkeypatch.chdir(folder)
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    [code] = [
+        block
+        for block in re.findall(r"^    import json\n(?:    .*\n|\n)+", page, re.M)
+        if file in block
+    ]
+    names: dict = {}
+    exec(compile(textwrap.dedent(code), "example", "exec"), names)
+    return names
+
+
+@pytest.mark.slow
+def test_a_detectors_file_finds_the_boxes_that_the_detector_finds(
+    tmp_path, capsys, photo, monkeypatch
+):
+    folder = detector_checkpoint(tmp_path / "best")
+    target = tmp_path / "detector.onnx"
+    arguments = ["export", "--checkpoint", str(folder), "--img-size", "96", str(target)]
+    assert softfree_cli.main(arguments) == 0
+    assert "image to boxes, scores, labels" in capsys.readouterr().out
+    ours, theirs = (
+        predictions(capsys, photo, *source, "--min-score", 0)["objects"]
+        for source in (("--checkpoint", folder), ("--onnx", target))
+    )
+    assert len(ours) == len(theirs) > 20
+    assert len({entry["label"] for entry in ours}) > 1
+    for own, other in zip(ours, theirs, strict=True):
+        assert own["label"] == other["label"]
+        assert own["score"] == pytest.approx(other["score"], abs=1e-4)
+        assert own["box"] == pytest.approx(other["box"], abs=1e-4 * 130)
+    # Pillow's bilinear resizing is not quite PyTorch's: the documented example has nearly the same scores.
+    names = run_example(monkeypatch, tmp_path, target.name)
+    expected = [entry["score"] for entry in ours[:5]]
+    sure = names["labels"] > 0
+    assert names["scores"][sure][:5].tolist() == pytest.approx(expected, abs=0.05)
+
+
+def test_class_maps_have_the_picture_s_size_and_the_numbers_of_the_classes(
+    tmp_path, capsys, photo, monkeypatch
+):
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 4, stride=4, padding=2)
+    metadata = dict(
+        task="segmentation", model="none", arguments={}, class_names=list("abcd"), short_side=64,
+        window=0, mean=[0.5] * 3, std=[0.2] * 3,
+    )  # fmt: skip
+    file, maps = tmp_path / "segmenter.onnx", tmp_path / "maps"
+    export.export_onnx(model, file, img_size=64, metadata=metadata)
+    result = predictions(capsys, photo, "--onnx", file, "--class-maps", maps)
+    [path] = maps.iterdir()
+    page = Image.open(path)
+    assert page.mode == "P" and page.size == Image.open(photo).size and path.name == "1_street.png"
+    classes = np.asarray(page)
+    for entry in result["classes"]:
+        share = (classes == "abcd".index(entry["label"])).mean()
+        assert share == pytest.approx(entry["share"])
+    assert page.getpalette()[3:6] == list(colour(1)) and len(result["classes"]) > 1
+    run_example(monkeypatch, tmp_path, file.name)
+    assert (np.asarray(Image.open("classes.png")) == classes).mean() > 0.98
+    refused = ["predict", str(photo), "--onnx", str(file), "--class-maps", str(maps), "--topk", "1"]
+    assert softfree_cli.main(refused) == 2
+    assert "without --topk" in capsys.readouterr().err
+
+
 def test_a_file_that_is_off_is_refused_with_exit_code_1(tmp_path, capsys, monkeypatch):
     folder = classifier_checkpoint(tmp_path / "best", iterations=1)
 
@@ -58,12 +168,13 @@ def test_a_file_that_is_off_is_refused_with_exit_code_1(tmp_path, capsys, monkey
 
 
 def test_wrong_arguments_are_refused(tmp_path, capsys):
+    folder = str(classifier_checkpoint(tmp_path / "best", iterations=1))
     target = str(tmp_path / "model.onnx")
     for arguments, message in (
         ([target], "export what? Give --checkpoint OUT/best, or --model"),
         ([str(tmp_path / "model.pt2"), "--model", "soft_tiny"], "PATH must end in .onnx"),
         ([target, "--model", "no_such"], "timm knows no model 'no_such'"),
-        ([target, "--checkpoint", "x", "--features"], "--features is for --model"),
+        ([target, "--checkpoint", folder, "--features"], "--features is for --model and detectors"),
         ([target, "--model", "soft_tiny", "--img-size", "8"], "--img-size must be at least 32"),
     ):
         assert softfree_cli.main(["export", *arguments]) == 2

@@ -26,8 +26,8 @@ from softfree.commands.common import (
     to_json,
     write_json,
 )
-from softfree.commands.predict.base import Predictor
-from softfree.commands.predict.classifier import ONNX, Classifier
+from softfree.commands.predict.base import ONNX, Predictor
+from softfree.commands.predict.classifier import Classifier
 from softfree.commands.predict.detector import ObjectDetector
 from softfree.commands.predict.results import CocoResults
 from softfree.commands.predict.segmenter import Segmenter
@@ -73,6 +73,7 @@ def predict(
     results: Path | None = None,
     annotations: Path | None = None,
     draw: Path | None = None,
+    class_maps: Path | None = None,
     img_size: int | None = None,
     tta: bool = False,
     tta_scales: tuple[float, ...] = (),
@@ -89,7 +90,7 @@ def predict(
             whose frames are pictures (needs the extra `video`).
         checkpoint: folder that `softfree train` wrote, such as OUT/best; without it and --onnx the newest run under
             output/.
-        onnx: or a classifier that `softfree export` wrote; it runs on the CPU.
+        onnx: or a file that `softfree export` wrote, of a classifier, a segmenter or a RetinaNet; it runs on the CPU.
         topk: keep so many classes (of a detector: of the most certain objects) of each picture; otherwise the 5
             likeliest classes, or all that is seen.
         min_score: of a detector: leave out objects that it is less certain of; otherwise 0.5.
@@ -99,6 +100,8 @@ def predict(
         annotations: take the ids of --results from this COCO file, by the names of pictures and classes; otherwise a
             picture's id is the number that is its name, or 1, 2, ..., and classes have the ids of the training.
         draw: also write each picture, and each video, with what was seen in it into this folder.
+        class_maps: of a segmenter: also write the class of every pixel into this folder, as PNG files of the pictures' sizes
+            whose values are the numbers of the classes, from 0.
         img_size: side of the square that a classifier sees, the shorter side for the others; otherwise that of the
             training.
         tta: test-time augmentation: show each picture mirrored, too, and merge what comes out.
@@ -115,20 +118,26 @@ def predict(
     check_output("--results", results)
     if annotations is not None and results is None:
         raise ValueError("--annotations is for the ids in --results FILE.json: give that, too")
-    if draw is not None:
-        if draw.is_file():
-            raise ValueError(f"--draw must name a folder, {draw} is a file")
-        check_output("--draw", draw / "drawing.png")
-    source, task, known = find_model(checkpoint, onnx)
+    for option, folder in (("--draw", draw), ("--class-maps", class_maps)):
+        if folder is not None:
+            if folder.is_file():
+                raise ValueError(f"{option} must name a folder, {folder} is a file")
+            check_output(option, folder / "drawing.png")
+    if class_maps is not None and topk is not None:
+        raise ValueError("--class-maps shows all classes: give it without --topk")
+    source, task = find_model(checkpoint, onnx)
     where = torch.device("cpu") if onnx else choose_device(device)
     paths = find_pictures(pictures)
     photos = [path for path in paths if not is_video(path)]
     if len(photos) < len(paths):
         import_av()
-        if results is not None:
-            raise ValueError("--results is for pictures; leave the videos out")
-    if task not in known:
-        raise ValueError(f"{source} is of the task {task!r}; predict knows {', '.join(known)} here")
+        for option, file in (("--results", results), ("--class-maps", class_maps)):
+            if file is not None:
+                raise ValueError(f"{option} is for pictures; leave the videos out")
+    if task not in PREDICTORS:
+        raise ValueError(
+            f"{source} is of the task {task!r}; predict knows {', '.join(PREDICTORS)} here"
+        )
     options: dict[str, Any] = {"views": Views.of(tta, tta_scales)}
     if min_score is not None:
         if task != "detection":
@@ -138,6 +147,8 @@ def predict(
         options["min_score"] = min_score
     if results is not None and task != "detection":
         raise ValueError(f"--results is for detectors; {source} is of the task {task!r}")
+    if class_maps is not None and task != "segmentation":
+        raise ValueError(f"--class-maps is for segmenters; {source} is of the task {task!r}")
     predictor = PREDICTORS[task](source, where, img_size, topk, **options)
     coco = None
     if isinstance(predictor, ObjectDetector) and results is not None:
@@ -190,6 +201,8 @@ def predict(
                 if draw is not None:
                     drawing = predictor.drawing(open_image(path), result)
                     save(draw / f"{names[path]}.png", drawing)
+                if class_maps is not None and isinstance(predictor, Segmenter):
+                    save(class_maps / f"{names[path]}.png", predictor.class_map(result))
         if not as_json and table.row_count:
             console.print(table)
         for path in filter(is_video, paths):
@@ -211,8 +224,10 @@ def predict(
     if coco is not None and results is not None:
         write_json(results, coco.entries)
     if not as_json:
-        drawn = draw if seen else None
-        for what, written in (("results", output), ("COCO results", results), ("drawings", drawn)):
+        files = {"results": output, "COCO results": results}
+        if seen:
+            files |= {"drawings": draw, "class maps": class_maps}
+        for what, written in files.items():
             if written is not None:
                 console.print(f"{what} written to {escape(str(written))}", soft_wrap=True)
     return int(not seen)
@@ -221,12 +236,12 @@ def predict(
 main = command(predict, __doc__)
 
 
-def find_model(checkpoint: Path | None, onnx: Path | None) -> tuple[Path, Any, tuple[str, ...]]:
-    """The model's place, its task, and the tasks that can be predicted from there."""
+def find_model(checkpoint: Path | None, onnx: Path | None) -> tuple[Path, Any]:
+    """The model's place and its task."""
     if checkpoint is None and onnx is None:
         checkpoint = newest_run(PREDICTORS)
     if checkpoint is not None and onnx is None:
-        return checkpoint, read_metadata(checkpoint).get("task"), tuple(PREDICTORS)
+        return checkpoint, read_metadata(checkpoint).get("task")
     if onnx is None or checkpoint is not None:
         raise ValueError(
             "give either --checkpoint OUT/best or --onnx model.onnx"
@@ -234,7 +249,7 @@ def find_model(checkpoint: Path | None, onnx: Path | None) -> tuple[Path, Any, t
         )
     if onnx.suffix != ONNX:
         raise ValueError(f"--onnx must name a file that ends in {ONNX}, got {onnx}")
-    return onnx, load_onnx(onnx)[1].get("task"), ("classification",)
+    return onnx, load_onnx(onnx)[1].get("task")
 
 
 def find_pictures(given: Sequence[str]) -> list[str]:

@@ -1,15 +1,21 @@
 """What `softfree predict` asks of a task, and how a result is listed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from PIL import Image
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.text import Text
 
+from softfree.models.export import load_onnx
+from softfree.models.metadata import check_fields
+
+ONNX = ".onnx"
 LISTED = 5  # of a picture in the table, if nothing is said
 
 
@@ -31,6 +37,18 @@ class Listing:
             else:
                 rows.append(text)
         yield Text("\n".join(rows), overflow="fold")
+
+
+def load_model(
+    source: Path,
+    device: torch.device,
+    load: Callable[..., tuple[Any, dict[str, Any]]],
+    *fields: str,
+) -> tuple[Any, dict[str, Any]]:
+    """The model and the metadata, which have ``fields``: of an ONNX file, or of a checkpoint by ``load``."""
+    model, metadata = load_onnx(source) if source.suffix == ONNX else load(source, device)
+    check_fields(source, metadata, fields)
+    return model, metadata
 
 
 class Predictor(Protocol):

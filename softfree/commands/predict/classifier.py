@@ -10,9 +10,8 @@ from rich.markup import escape
 from torch import Tensor
 
 from softfree.analysis.predictions import draw_classes
-from softfree.commands.predict.base import LISTED, Listing
-from softfree.models.export import load_onnx
-from softfree.models.metadata import PICTURES, check_fields
+from softfree.commands.predict.base import LISTED, Listing, load_model
+from softfree.models.metadata import PICTURES
 from softfree.models.views import AS_IS, AveragedClassifier, Views
 from softfree.training.classification import (
     Classification,
@@ -20,8 +19,6 @@ from softfree.training.classification import (
     eval_transform,
     set_input_size,
 )
-
-ONNX = ".onnx"
 
 
 class Classifier:
@@ -37,12 +34,9 @@ class Classifier:
         topk: int | None = None,
         views: Views = AS_IS,
     ):
-        self.model, metadata = (
-            load_onnx(checkpoint)
-            if checkpoint.suffix == ONNX
-            else Classification.load(checkpoint, device)
+        self.model, metadata = load_model(
+            checkpoint, device, Classification.load, "class_names", *PICTURES
         )
-        check_fields(checkpoint, metadata, ("class_names", *PICTURES))
         self.device = device
         self.class_names = metadata["class_names"]
         self.topk = min(topk or LISTED, len(self.class_names))

@@ -10,9 +10,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from softfree.commands.predict.base import LISTED, Listing
+from softfree.commands.predict.base import LISTED, ONNX, Listing, load_model
 from softfree.data.coco import encode_masks
 from softfree.data.drawing import colour, draw_objects, enlarged, masks_at
+from softfree.models.boxes import PreparedDetector
+from softfree.models.metadata import REQUIRED, check_fields
 from softfree.models.views import AS_IS, Views
 from softfree.training.coco_metrics import MASK_THRESHOLD
 from softfree.training.detection import Detection, detect, scaled_size, set_size
@@ -32,7 +34,12 @@ class ObjectDetector:
         min_score: float = 0.5,
         views: Views = AS_IS,
     ):
-        self.model, metadata = Detection.load(checkpoint, device)
+        self.model, metadata = load_model(
+            checkpoint, device, Detection.load, *REQUIRED["detection"]
+        )
+        if checkpoint.suffix == ONNX:
+            check_fields(checkpoint, metadata, ("mean", "std"))
+            self.model = PreparedDetector(self.model, metadata)
         self.min_score, self.views = min_score, views
         self.device = device
         self.class_names = ["background", *metadata["class_names"]]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_image
 from torchvision.utils import draw_segmentation_masks
 
-from softfree.commands.predict.base import LISTED, Listing
-from softfree.data.coco import encode_mask
+from softfree.commands.predict.base import LISTED, Listing, load_model
+from softfree.data.coco import decode_mask, encode_mask
 from softfree.data.drawing import (
     OPACITY,
     colour,
@@ -20,9 +20,12 @@ from softfree.data.drawing import (
     masks_at,
     with_legend,
 )
+from softfree.models.metadata import REQUIRED
 from softfree.models.views import AS_IS, Views
 from softfree.training.classification import Normalize
 from softfree.training.segmentation import Segmentation, predict_classes
+
+MOST_COLOURS = 256  # of a PNG file with a palette
 
 
 class Segmenter:
@@ -38,7 +41,9 @@ class Segmenter:
         topk: int | None = None,
         views: Views = AS_IS,
     ):
-        self.model, metadata = Segmentation.load(checkpoint, device)
+        self.model, metadata = load_model(
+            checkpoint, device, Segmentation.load, *REQUIRED["segmentation"]
+        )
         self.device = device
         self.class_names = metadata["class_names"]
         self.topk = topk
@@ -89,3 +94,18 @@ class Segmenter:
         # Of one size for all frames of a video.
         widest = [f"{name} {1:.1%}" for name in self.class_names]
         return with_legend(drawn, labels, colours, widest)
+
+    def class_map(self, result: dict[str, Any]) -> Image.Image:
+        """The number of the class of every pixel, from 0, in the colours of :meth:`drawing`; ``result`` has all classes."""
+        if len(self.class_names) > MOST_COLOURS:
+            raise ValueError(
+                f"--class-maps has numbers for {MOST_COLOURS} classes, this model has {len(self.class_names)}"
+            )
+        height, width = result["classes"][0]["mask"]["size"]
+        classes = np.zeros((height, width), np.uint8)
+        for entry in result["classes"]:
+            inside = decode_mask(entry["mask"], height, width).astype(bool)
+            classes[inside] = self.class_names.index(entry["label"])
+        page = Image.fromarray(classes)
+        page.putpalette([part for index in range(len(self.class_names)) for part in colour(index)])
+        return page
