@@ -96,10 +96,9 @@ def check_figure(option: str, path: Path | None, endings: Sequence[str] = FIGURE
     check_output(option, path)
 
 
-def make_table(titles: Iterable[str], *, boxed: bool = False) -> Table:
-    """A table, by default without side borders, narrow enough for a terminal of 80 columns."""
-    style: Any = {} if boxed else dict(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    table = Table(header_style="bold", **style)
+def make_table(titles: Iterable[str]) -> Table:
+    """A table without side borders, narrow enough for a terminal of 80 columns."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     first, *others = titles
     # Its words stay whole where the table is wide.
     widest = max(map(len, first.split()), default=0)

@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from softfree.analysis import count_macs, count_parameters, time_call
+from softfree.analysis import count_macs, count_parameters, describe_environment, time_call
 from softfree.analysis.attention_cost import Inputs, Shape, attend
 from softfree.analysis.measure import Measured, Work, measure
 from softfree.analysis.pictures import load_photo
-from softfree.commands.common import NOTHING, Photo, command, make_table, progress
+from softfree.commands.common import Photo, command, digits, make_table, progress
 from softfree.models.checks import check_model_name
 from softfree.training.devices import choose_device
 
@@ -79,7 +79,7 @@ def show_backbone(
     macs = count_macs(network, side)
     source = "a lake at evening, drawn by this program" if drawn else "yours"
     console.print(
-        f"\n[bold]1. A picture through {name}[/], on {describe_device(device)}\n\n"
+        f"\n[bold]1. A picture through {name}[/], on {describe_environment(device)['device']}\n\n"
         f"Picture   {source}: {picture.width} x {picture.height}, "
         f"cropped to {side}²\n"
         f"Backbone  {count_parameters(network) / 1e6:.1f} M parameters, "
@@ -87,7 +87,7 @@ def show_backbone(
         f"Time      [bold]{1e3 * timing.fastest:.0f} ms[/] per image, the fastest of {timing.repeats}\n"
         f"Result    {len(maps)} feature maps, as detectors and segmenters take them:"
     )
-    table = make_table(["stage", "channels", "map", "tokens", "one token covers"], boxed=True)
+    table = make_table(["stage", "channels", "map", "tokens", "one token covers"])
     for stage, (feature, reduction) in enumerate(zip(maps, reductions, strict=True), 1):
         channels, rows, columns = feature.shape[1:]
         table.add_row(
@@ -136,13 +136,13 @@ def print_race(
 ) -> None:
     """The table of the race, and how to read it. What has no figure for memory was not run."""
     console.print(
-        f"\n[bold]2. Attention without and with softmax[/], on {describe_device(device)}\n\n"
+        f"\n[bold]2. Attention without and with softmax[/], on {describe_environment(device)['device']}\n\n"
         f"{HEADS} heads of {HEAD_DIM} channels, {LANDMARKS} landmarks, float32.\n"
         "Without: softfree.soft_attention. With: torch's scaled_dot_product_attention."
     )
-    titles = ("image", "tokens", "time\nwithout", "time\nwith", "times\nfaster",
-              "memory\nwithout", "memory\nwith")  # fmt: skip
-    table = make_table(titles, boxed=True)
+    titles = ("image", "tokens", "ms\nwithout", "ms\nwith", "times\nfaster",
+              "MiB\nwithout", "MiB\nwith")  # fmt: skip
+    table = make_table(titles)
     # Softmax-free and softmax, in seconds.
     times = [(soft.seconds or 0.0, softmax.seconds or 0.0) for _, soft, softmax in rows]
     for (tokens, soft, softmax), (ours, theirs) in zip(rows, times, strict=True):
@@ -151,11 +151,11 @@ def print_race(
         table.add_row(
             f"{side} x {side}",
             f"{tokens:,}",
-            format_time(ours),
-            about + format_time(theirs),
-            f"{about}{theirs / ours:.3g}",
-            format_bytes(soft.extra_bytes),
-            format_bytes(softmax.extra_bytes),
+            digits(ours, 1e3),
+            about + digits(theirs, 1e3),
+            about + digits(theirs / ours),
+            digits(soft.extra_bytes, 2**-20),
+            digits(softmax.extra_bytes, 2**-20),
         )
     console.print(table)
     longest = rows[-1][0]
@@ -171,30 +171,8 @@ def print_race(
             "of the growth."
         )
     console.print(
-        "Memory: the most a call held beyond its inputs, its result included. Both grow\n"
+        "MiB: the most a call held beyond its inputs, its result included. Both grow\n"
         "linearly, for torch's kernel never stores the n x n matrix of softmax attention.\n"
-        f"Stored, it would take {format_bytes(longest**2 * HEADS * 4)} in the last row.",
+        f"Stored, it would take {digits(longest**2 * HEADS * 4, 2**-20)} MiB in the last row.",
         style="dim",
     )
-
-
-def format_time(seconds: float) -> str:
-    """Seconds in the unit that suits them, three digits."""
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:.3g} us"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def format_bytes(count: int | None) -> str:
-    """Bytes in the unit that suits them; a dash for None."""
-    if count is None:
-        return NOTHING
-    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
-
-
-def describe_device(device: torch.device) -> str:
-    """The device in words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"the CPU ({threads} thread{'s' if threads > 1 else ''})"

@@ -146,7 +146,7 @@ def print_table(rows: Sequence[dict], img_size: int) -> None:
     """The rows for people."""
     titles = ("params\n(M)", f"GMACs\nat {img_size}²", "paper\nparams (M)", "paper\nGFLOPs",
               "paper\ntop-1 (%)")  # fmt: skip
-    table = make_table(["model", *titles], boxed=True)
+    table = make_table(["model", *titles])
     group = None
     for row in rows:
         release, isotropic, family, _ = _order(str(row["name"]))

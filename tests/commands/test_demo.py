@@ -62,7 +62,7 @@ def test_softmax_is_extrapolated_and_marked_where_it_would_take_too_long(capsys,
         line for line in capsys.readouterr().out.splitlines() if " 784 " in line or "3,136" in line
     )
     assert "~" not in first
-    assert "~8 s" in second and "~16" in second and " - " in second
+    assert "~8,000" in second and "~16.0" in second and " - " in second
 
 
 def test_a_long_call_is_made_once():

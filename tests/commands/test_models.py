@@ -65,7 +65,7 @@ def test_table_has_a_row_per_model_and_a_dash_where_nothing_is_published(capsys,
     lines = capsys.readouterr().out.splitlines()
     assert any("GMACs" in line for line in lines) and any("at 64²" in line for line in lines)
     (row,) = [line for line in lines if "soft_vit_small" in line]
-    assert [cell.strip() for cell in row.strip("│").split("│")][-3:] == ["-", "-", "-"]
+    assert row.split()[-3:] == ["-", "-", "-"]
 
 
 def test_a_bad_option_exits_2(capsys):
