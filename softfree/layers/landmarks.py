@@ -157,7 +157,7 @@ def _layout(stride: int, count: int | None, tokens: int, size: AnySize) -> tuple
     return tokens - math.prod(size), size, (stride,) * len(size)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _windows_and_pooling(
     stride: int, count: int | None, tokens: int, size: tuple[int, int], device: torch.device
 ) -> tuple[Any, Any, Tensor | None]:

@@ -260,6 +260,12 @@ def _forward(
     return _implementation(backend).forward(inputs, settings)
 
 
+def _forward_unkept(inputs: Inputs, settings: AttentionSettings, backend: str) -> tuple:
+    if backend != "triton":
+        return _forward(inputs, settings, backend)
+    return _implementation(backend).forward(inputs, settings, keep=False)
+
+
 def fake(inputs, settings, backend):
     q, v, landmarks = inputs.q, inputs.v, inputs.landmarks
     small = landmarks.new_empty(0, dtype=compute_dtype(q.dtype))
@@ -333,4 +339,13 @@ def _gradient(ctx, grad, *_):
 
 
 BACKWARD = register("attention_backward", _backward, _fake_backward, flops=backward_flops)
-FORWARD = register("attention", _forward, fake, _setup_context, _gradient, flops, keeps=True)
+FORWARD = register(
+    "attention",
+    _forward,
+    fake,
+    _setup_context,
+    _gradient,
+    flops,
+    keeps=True,
+    passing=_forward_unkept,
+)

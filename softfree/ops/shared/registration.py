@@ -54,6 +54,7 @@ def register(
     flops: Callable[..., int] | None = None,
     *,
     keeps: bool = False,
+    passing: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Register ``softfree::name``.
 
@@ -69,6 +70,8 @@ def register(
         flops: as ``compute``, with shapes in the place of tensors; multiply-adds counted twice.
         keeps: whether outputs after the first are there for ``setup_context`` alone. An eager call with a gradient
             then returns the first alone, as a tuple: PyTorch has less to keep account of.
+        passing: what eager calls without a gradient do in the place of ``compute``: the same, but for outputs that
+            may be ``LEFT_OUT``.
 
     Returns:
         A function of the arguments of ``compute``.
@@ -84,18 +87,8 @@ def register(
         values = iter(flat)
         return tuple(_build(form, values) for form in forms)
 
-    def alone(*inputs: Any) -> Any:
-        first = inputs[0]
-        device = (first if isinstance(first, Tensor) else first[0]).device
-        exact = full_precision(device)
-        if (
-            exact is NOTHING
-            and not torch.is_autocast_enabled(device.type)
-            and devices.is_current(device)
-        ):
-            return compute(*inputs)
-        with without_autocast(device), exact, devices.on(device):
-            return compute(*inputs)
+    alone = _alone(compute)
+    unkept = _alone(passing or compute)
 
     def registered(*flat: Any) -> Any:
         output = alone(*with_records(flat))
@@ -148,7 +141,7 @@ def register(
 
         @staticmethod
         def forward(*flat: Any) -> Any:
-            return call(*with_records(flat))
+            return call(*with_records(flat), run=alone)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -172,7 +165,7 @@ def register(
                     x if d is None else x.select(d, sample)
                     for x, d in zip(flat, in_dims, strict=True)
                 ]
-                return call(*with_records(values))
+                return call(*with_records(values), run=alone)
 
             calls = [one(sample) for sample in range(info.batch_size)]
             if isinstance(calls[0], Tensor):
@@ -188,7 +181,8 @@ def register(
         return *found, *(None,) * (count - len(found))
 
     # Not by ``Function.apply``, which is for torch.func, and at some cost.
-    differentiable = super(Function, Shown if keeps else Differentiable).apply
+    everything = super(Function, Differentiable).apply
+    differentiable = super(Function, Shown).apply if keeps else everything
 
     def with_autograd(keyset: Any, *flat: Any) -> Any:
         def below_autograd(*_: Any) -> Any:
@@ -203,7 +197,7 @@ def register(
 
     LIBRARY.impl(name, with_autograd, "Autograd", with_keyset=True)
 
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: Any, run: Callable = unkept) -> Any:
         if torch.compiler.is_dynamo_compiling():  # other tracers have modes
             return operator(*flatten(*inputs))
         if _C._are_functorch_transforms_active():
@@ -218,10 +212,29 @@ def register(
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, tensors)
         if torch.is_grad_enabled() and _C._any_requires_grad(*tensors):
-            return differentiable(alone, inputs, *tensors)
-        return alone(*inputs)
+            return (everything if run is alone else differentiable)(alone, inputs, *tensors)
+        return run(*inputs)
 
     return call
+
+
+def _alone(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``compute``, on the device of its first input and without autocast."""
+
+    def alone(*inputs: Any) -> Any:
+        first = inputs[0]
+        device = (first if isinstance(first, Tensor) else first[0]).device
+        exact = full_precision(device)
+        if (
+            exact is NOTHING
+            and not torch.is_autocast_enabled(device.type)
+            and devices.is_current(device)
+        ):
+            return compute(*inputs)
+        with without_autocast(device), exact, devices.on(device):
+            return compute(*inputs)
+
+    return alone
 
 
 def _observed(tensors: Sequence[Tensor | None]) -> bool:

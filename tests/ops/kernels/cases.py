@@ -102,19 +102,16 @@ def results(
         if tensors[name] is not None
     }
     masks = {name: tensors[name] for name in ("key_mask", "landmark_mask")}
-    if backend == "plain":
-        x = plain_attention(case, **inputs, **masks)
-    else:
-        x = softfree.soft_attention(
-            **inputs,
-            **masks,
-            normalize=case.normalize,
-            start=case.start,
-            ridge=case.ridge,
-            iterations=case.iterations,
-            inverse=case.inverse,
-            backend=backend,
-        )
+    attend = plain_attention
+    settings: dict[str, object] = dict(case=case)
+    if backend != "plain":
+        attend = softfree.soft_attention
+        names = ("normalize", "start", "ridge", "iterations", "inverse")
+        settings = {name: getattr(case, name) for name in names} | dict(backend=backend)
+    x = attend(**inputs, **masks, **settings)
+    if backend == "triton":  # which does not keep then what a gradient needs
+        with torch.no_grad():
+            assert torch.equal(attend(**inputs, **masks, **settings), x)
     gradients = torch.autograd.grad(x, list(inputs.values()), tensors["grad"].to(dtype))
     return {"x": x.detach(), **dict(zip(inputs, gradients, strict=True))}
 

@@ -96,9 +96,15 @@ def test_what_is_kept_for_the_gradient_is_not_returned_by_an_eager_call_with_one
     shapes = lambda x, y: (torch.empty_like(x), torch.empty_like(x))  # noqa: E731
     compute = lambda x, y: (x.square() / 2 * y, x * y)  # noqa: E731
     compute.__annotations__ = dict(x=Tensor, y=float) | {"return": tuple[Tensor, Tensor]}
-    call = register("kept_for_a_test", compute, shapes, keep_product, by_product, keeps=True)
+    call = register(
+        "kept_for_a_test", compute, shapes, keep_product, by_product, keeps=True,
+        passing=lambda x, y: (compute(x, y)[0], LEFT_OUT),
+    )  # fmt: skip
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    assert len(call(x, 2.0)) == 1 and len(call(x.detach(), 2.0)) == 2
+    assert len(call(x, 2.0)) == 1
+    with torch.no_grad():
+        out, left_out = call(x, 2.0)
+    assert torch.equal(out, call(x, 2.0)[0]) and left_out is None
     torch.autograd.gradcheck(lambda x: call(x, 2.0)[0], (x,))
     with Counting():  # onlookers get the operator's outputs, and the same gradient
         (found,) = torch.autograd.grad(call(x, 2.0)[0].sum(), x)

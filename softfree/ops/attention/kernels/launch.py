@@ -387,9 +387,17 @@ class _Call:
 
     @functools.cached_property
     def forward_chain(self) -> tuple[Chain, Room]:
-        """Of q, keys, v, landmarks, masks of keys and landmarks, x, inverse, u, and of the room it needs."""
-        *tokens, x, inverse, u = map(Part, range(9))
-        room = Room(9)
+        """Of q, keys, v, landmarks, masks of keys and landmarks, x, the room it needs, inverse and u."""
+        *tokens, x, _, inverse, u = map(Part, range(10))
+        room = Room(7)
+        return Chain(self.forward_steps(tokens, x, inverse, u, room)), room
+
+    @functools.cached_property
+    def passing_chain(self) -> tuple[Chain, Room]:
+        """The same with inverse and u in the room, which nobody keeps."""
+        *tokens, x = map(Part, range(7))
+        room = Room(7)
+        inverse, u = room.part(self.inverse), room.part(self.sums)
         return Chain(self.forward_steps(tokens, x, inverse, u, room)), room
 
     def forward_steps(
@@ -599,18 +607,27 @@ def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
     )
 
 
-def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`softfree.ops.attention.chunked.forward`, with the inverse in :func:`inverse_shape`."""
+def forward(
+    inputs: Inputs, settings: AttentionSettings, keep: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`softfree.ops.attention.chunked.forward`, with the inverse in :func:`inverse_shape`.
+
+    Inverse and U are left out where they are not to be ``keep``-t.
+    """
     q, keys, v, landmarks, key_mask, landmark_mask = _tensors(inputs)
     x = token_tensor(q, v.shape[3])
     call = _call(inputs, settings, q=q, keys=keys, v=v, x=x)
+    if call.fused and not keep and call.rows > 0:
+        chain, room = call.passing_chain
+        chain(q, keys, v, landmarks, key_mask, landmark_mask, x, room.empty(q.device))
+        return x, LEFT_OUT, LEFT_OUT
     inverse, u = _float32(q, call.inverse), _float32(q, call.sums)
     if call.rows == 0:
         return x, inverse, u
     if call.fused:
         chain, room = call.forward_chain
         scratch = room.empty(q.device) if room.bytes else x
-        chain(q, keys, v, landmarks, key_mask, landmark_mask, x, inverse, u, scratch)
+        chain(q, keys, v, landmarks, key_mask, landmark_mask, x, scratch, inverse, u)
         return x, inverse, u
     parts = _float32(q, call.key_parts)
     call.collect_values(keys, v, v, landmarks, key_mask, landmark_mask, parts, parts)
