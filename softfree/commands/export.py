@@ -1,8 +1,9 @@
 """Write a model as ONNX, as a torch.export program or in timm's layout, checked against PyTorch.
 
 A file of ONNX or torch.export needs no softfree. It serves any batch, and any height and width of at least 33
-pixels; of a detector, one picture at a time. With --format timm a folder is written that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads
-after `import softfree`, and that timm's and Hugging Face's tools push to the Hub.
+pixels; of a RetinaNet, one picture at a time. With --format timm a folder is written that
+`timm.create_model("local-dir:FOLDER", pretrained=True)` loads after `import softfree`, and that timm's and Hugging
+Face's tools push to the Hub.
 """
 
 from collections.abc import Mapping
