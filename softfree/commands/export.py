@@ -14,7 +14,7 @@ import torch
 import tyro
 from torch import nn
 
-from softfree.analysis.subject import Subject, load_subject
+from softfree.analysis.subject import PREPARATION, Subject, load_subject
 from softfree.commands.common import (
     check_img_size,
     check_output,
@@ -23,15 +23,9 @@ from softfree.commands.common import (
     message_console,
 )
 from softfree.models.boxes import OUTPUTS, BoxProgram
-from softfree.models.export import (
-    SMALLEST_FREE,
-    TOLERANCE,
-    ExportError,
-    check_shapes,
-    export_onnx,
-    export_pt2,
-)
+from softfree.models.export import TOLERANCE, ExportError, export_onnx, export_pt2
 from softfree.models.hub import save_for_timm
+from softfree.models.inputs import SMALLEST_FREE, Pictures, inputs_of
 from softfree.training.checkpoint import read_metadata
 from softfree.training.tasks import load_for_inference
 from softfree_cli import FAILED, fail
@@ -49,7 +43,7 @@ def export(
     """Export a model and check the file. The exit code is 1, and no file is written, if it is off.
 
     Of a RetinaNet, the file gives boxes, scores and labels of one picture at a time, chosen already. Of a Mask R-CNN, its
-    backbone and feature pyramid are exported: images to maps.
+    backbone and feature pyramid are exported: images to maps. That of a sequence encoder takes tokens and a mask.
 
     Args:
         output: the file to write; a folder with --format timm.
@@ -86,6 +80,9 @@ def export(
             return export_timm(subject, output)
         side = img_size or subject.metadata["img_size"]
         network, names, metadata = exported_part(subject, features)
+        inputs = inputs_of(network, side)
+        if img_size is not None and not isinstance(inputs, Pictures):
+            raise ValueError(f"--img-size {img_size}: {subject.title} is a model of sequences")
         report(f"exporting {subject.title} and checking it: minutes for the larger ones")
         try:
             if format == "onnx":
@@ -96,14 +93,14 @@ def export(
                 error = export_pt2(network, output, img_size=side, metadata=metadata)
         except ExportError as problem:
             return fail(str(problem), FAILED)
-    single = names[0] == "boxes"
-    checked = ", ".join(f"{b} x {h} x {w}" for b, h, w in check_shapes(side, single))
+    checked = ", ".join(" x ".join(map(str, size)) for size in inputs.checked())
     console.print(
-        f"{output}: {output.stat().st_size / 2**20:.1f} MiB, image to {', '.join(names)}\n"
+        f"{output}: {output.stat().st_size / 2**20:.1f} MiB, {', '.join(inputs.names)} to "
+        f"{', '.join(names)}\n"
         f"differs from PyTorch by at most {error:.1e} (allowed: {TOLERANCE:.0e}), checked with "
-        f"batch x height x width {checked}",
+        f"{inputs.axes} {checked}",
     )
-    if side < SMALLEST_FREE and not single:
+    if isinstance(inputs, Pictures) and inputs.fixed:
         console.print(
             f"It takes images of {side} x {side} pixels alone: below {SMALLEST_FREE} sizes are fixed."
         )
@@ -160,10 +157,9 @@ def exported_part(subject: Subject, features: bool) -> tuple[nn.Module, list[str
             names = [f"map_{name}" for name in model(torch.zeros(1, 3, 64, 64))]
     elif features:
         names = [f"map_{i}" for i, _ in enumerate(model.feature_info.reduction(), 1)]
-    elif task in ("classification", "segmentation"):
-        return model, ["logits"], metadata
+    elif task == "longrange":
+        known = {key: value for key, value in metadata.items() if key not in PREPARATION}
+        return model, ["logits"], {**known, "length": model.length}
     else:
-        raise ValueError(
-            f"--checkpoint is of the task {task!r}; models of images alone can be exported"
-        )
+        return model, ["logits"], metadata
     return model, names, {**metadata, "task": "features"}

@@ -274,7 +274,7 @@ class _TokenLandmarks(nn.Module):
         ranks = self.choose(real.clamp(min=count), count, q.device)
         real_first = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
         chosen = real_first.gather(1, ranks)
-        return q.take_along_dim(chosen[:, None, :, None], 2), ranks < real
+        return _take(q, chosen[:, None]), ranks < real
 
 
 class FirstLandmarks(_TokenLandmarks):
@@ -330,7 +330,7 @@ class SpreadLandmarks(_TokenLandmarks):
         known = isinstance(tokens, int) and not torch.jit.is_tracing()
         count = min(self.count, tokens) if known else self.count
         chosen = self.places(q.detach(), count, mask)
-        landmarks = q.take_along_dim(chosen[..., None], 2)
+        landmarks = _take(q, chosen)
         ranks = torch.arange(count, device=q.device)
         if mask is not None:
             return landmarks, ranks < mask.sum(1, keepdim=True)
@@ -354,7 +354,7 @@ class SpreadLandmarks(_TokenLandmarks):
             place = torch.where(real, nearest, -torch.inf).argmax(2, keepdim=True)
             chosen.append(place)
             real = real.scatter(2, place, False)
-            distance = (q - q.take_along_dim(place[..., None], 2)).square().sum(-1)
+            distance = (q - _take(q, place)).square().sum(-1)
             nearest = distance if number == 0 else torch.minimum(nearest, distance)
         return torch.cat(chosen, 2)
 
@@ -391,6 +391,12 @@ def pooled_share(
         return made / windows
     with_tokens = _mask_windows(mask[:, prefix:], grid, window).any(-1).sum(1)
     return made / (mask[:, :single].sum(1) + with_tokens).clamp(min=1)
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    """Tokens of x (batch, heads, n, d) at places (batch, heads or 1, m): (batch, heads, m, d)."""
+    # take_along_dim would fix an exported program to the sizes of its example.
+    return x.gather(2, places[..., None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _mask_windows(mask: Tensor, grid: Grid, window: Grid) -> Tensor:

@@ -44,11 +44,11 @@ def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], count: int)
         target = _target(grid, count)
         if _same(target, grid):
             return x, mask
-        if len(grid) == 2 and grid[0] == 1 and mask is not None:
-            return pool_segments(x, mask, count)
     elif mask is None:
         # How many bins a size leaves empty is not known before an exported program runs.
         mask = torch.ones_like(x[:, 0, :, 0], dtype=torch.bool)
+    if _is_row(grid) and mask is not None:
+        return pool_segments(x, mask, count)
     return _pool(x, mask, grid, _side_matrices(grid, target, x))
 
 
@@ -148,9 +148,13 @@ def _side_matrices(grid: tuple[int, ...], target: tuple[int, ...], like: Tensor)
 
 def _target(grid: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Sides of the grid to which at most ``count`` landmarks are pooled."""
-    row = len(grid) == 2 and grid[0] == 1
-    sides = (1, count) if row else _sides(len(grid), count)
+    sides = (1, count) if _is_row(grid) else _sides(len(grid), count)
     return tuple(map(min, grid, sides))
+
+
+def _is_row(grid: tuple[int, ...]) -> bool:
+    """Whether a grid is a sequence; its length may be unknown."""
+    return len(grid) == 2 and isinstance(grid[0], int) and grid[0] == 1
 
 
 def _sides(dimensions: int, count: int) -> tuple[int, ...]:

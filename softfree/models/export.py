@@ -5,8 +5,8 @@
     export_pt2(model, "model.pt2", img_size=224, metadata=metadata)
     program = torch.export.load("model.pt2").module()       # needs no softfree
 
-One file serves any batch, and any height and width of at least 33 pixels; a :class:`BoxProgram` takes one picture at a time.
-It computes in float32.
+One file serves any batch, and any height and width of at least 33 pixels, or any length of sequences up to the model's; a
+:class:`BoxProgram` takes one picture at a time. It computes in float32.
 """
 
 import copy
@@ -25,18 +25,14 @@ from typing import Any
 import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torch.export import Dim
 
 from softfree.layers.pooling import averaging_matrix
 from softfree.models.boxes import RESULTS, BoxProgram
+from softfree.models.inputs import Inputs, inputs_of
 from softfree.models.metadata import check_fields
 
-# Below it the last map of a pyramid has a side of 1, and exporters take a 1 for a constant.
-SMALLEST_FREE = 33  # sides that a file leaves free
-WIDEST = 8192
-DETECTOR_EXAMPLE = (160, 288)  # the coarsest map of a RetinaNet has sides above 1
 TOLERANCE = 1e-4
-Run = Callable[[Tensor], Sequence[Tensor]]
+Run = Callable[..., Sequence[Tensor]]
 
 
 class ExportError(RuntimeError):
@@ -50,8 +46,8 @@ class FlatOutputs(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        out = self.model(image)
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        out = self.model(*inputs)
         if isinstance(out, Tensor):
             return (out,)
         return tuple(out.values() if isinstance(out, dict) else out)
@@ -68,7 +64,8 @@ def export_onnx(
     """Write a model as one ONNX file and check it in onnxruntime; return the largest error.
 
     Args:
-        model: images (batch, channels, H, W) to a tensor, or to several in a list or dict.
+        model: images (batch, channels, H, W) to a tensor, or to several in a list or dict; or a
+            :class:`SequenceClassifier`, tokens and mask to logits.
         path: the file.
         img_size: side of the images it was trained on. Below 33 the file takes this size alone.
         metadata: what a user of the file wants to know, of what JSON can hold; see :func:`load_onnx`.
@@ -79,14 +76,15 @@ def export_onnx(
     """
     if importlib.util.find_spec("onnxscript") is None:
         raise ValueError("ONNX export needs onnxscript: pip install 'softfree[export]'")
+    inputs = inputs_of(model, img_size)
     flat = _prepare(model)
     with _quietly():
         program = torch.onnx.export(
             _exportable(flat),
-            (_example(flat, img_size),),
+            inputs.example(),
             dynamo=True,
-            dynamic_shapes=(_dynamic_sizes(flat, img_size),),
-            input_names=["image"],
+            dynamic_shapes=(inputs.free_sizes(),),
+            input_names=list(inputs.names),
             output_names=list(output_names),
             verbose=False,
         )
@@ -94,7 +92,7 @@ def export_onnx(
     program.model.metadata_props.update(
         {key: json.dumps(value) for key, value in (metadata or {}).items()}
     )
-    return _write_checked(flat, Path(path), program.save, _open_onnx, img_size)
+    return _write_checked(flat, Path(path), program.save, _open_onnx, inputs)
 
 
 def export_pt2(
@@ -109,22 +107,23 @@ def export_pt2(
     Arguments as in :func:`export_onnx`. The metadata are the extra file ``metadata.json`` of the archive.
     The program holds PyTorch's own operators alone, so it runs without softfree.
     """
+    inputs = inputs_of(model, img_size)
     flat = _prepare(model)
     with _quietly():
         program = torch.export.export(
             _exportable(flat),
-            (_example(flat, img_size),),
-            dynamic_shapes=(_dynamic_sizes(flat, img_size),),
+            inputs.example(),
+            dynamic_shapes=(inputs.free_sizes(),),
             # As the ONNX exporter has it: what can't be proved of all sizes is checked when it runs.
             prefer_deferred_runtime_asserts_over_guards=True,
         )
     extra = {"metadata.json": json.dumps(metadata or {})}
     write = partial(_save_program, program, extra)
-    return _write_checked(flat, Path(path), write, _open_pt2, img_size)
+    return _write_checked(flat, Path(path), write, _open_pt2, inputs)
 
 
 class OnnxModel(nn.Module):
-    """An ONNX file as a model: images (batch, channels, H, W) to what the file computes, on the CPU."""
+    """An ONNX file as a model: images (batch, channels, H, W), or tokens and mask, to what it computes, on the CPU."""
 
     def __init__(self, session: Any, outputs: Sequence[str] | None = None):
         super().__init__()
@@ -132,10 +131,13 @@ class OnnxModel(nn.Module):
         # Callers ask a model's parameters for its device.
         self.place = nn.Parameter(torch.empty(0), requires_grad=False)
 
-    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
-        name = self.session.get_inputs()[0].name
-        found = self.session.run(self.outputs, {name: image.float().cpu().numpy()})
-        tensors = [torch.from_numpy(array).to(image.device) for array in found]
+    def forward(self, *inputs: Tensor) -> Tensor | list[Tensor]:
+        given = {}
+        for slot, tensor in zip(self.session.get_inputs(), inputs, strict=True):
+            fitting = tensor.float() if slot.type == "tensor(float)" else tensor
+            given[slot.name] = fitting.cpu().numpy()
+        found = self.session.run(self.outputs, given)
+        tensors = [torch.from_numpy(array).to(inputs[0].device) for array in found]
         return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -198,55 +200,12 @@ def _exportable(flat: nn.Module) -> nn.Module:
     return changed
 
 
-def _image(model: nn.Module, batch: int, height: int, width: int) -> Tensor:
-    convolution = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
-    generator = torch.Generator().manual_seed(height * width + batch)
-    return torch.randn(batch, convolution.in_channels, height, width, generator=generator)
-
-
-def _finds_boxes(flat: nn.Module) -> bool:
-    return isinstance(flat.model, BoxProgram)
-
-
-def _example(model: nn.Module, img_size: int) -> Tensor:
-    if _finds_boxes(model):
-        return _image(model, 1, *DETECTOR_EXAMPLE)
-    return _image(model, 2, img_size, img_size + (32 if img_size >= SMALLEST_FREE else 0))
-
-
-def _dynamic_sizes(model: nn.Module, img_size: int) -> dict[int, Any]:
-    sizes: dict[int, Any] = {}
-    if not _finds_boxes(model):
-        sizes[0] = Dim("batch", min=1, max=65536)
-    if img_size >= SMALLEST_FREE or _finds_boxes(model):
-        sizes[2] = Dim("height", min=SMALLEST_FREE, max=WIDEST)
-        sizes[3] = Dim("width", min=SMALLEST_FREE, max=WIDEST)
-    return sizes
-
-
-def check_shapes(img_size: int, single: bool = False) -> list[tuple[int, int, int]]:
-    """Batch, height and width of the inputs a file is checked with: whole windows, odd sizes, both shapes.
-
-    ``single``: of a file for one picture at a time, whose sizes are always free.
-    """
-    if single:
-        shapes = check_shapes(max(SMALLEST_FREE, img_size))
-        return [(1, height, width) for _, height, width in shapes]
-    if img_size < SMALLEST_FREE:
-        return [(1, img_size, img_size), (3, img_size, img_size)]
-    return [
-        (1, img_size, img_size),
-        (3, img_size + 13, max(SMALLEST_FREE, img_size - 23)),
-        (2, SMALLEST_FREE, img_size + 32),
-    ]
-
-
 def _write_checked(
     model: nn.Module,
     path: Path,
     write: Callable[[Path], None],
     open_program: Callable[[Path], Run],
-    img_size: int,
+    inputs: Inputs,
 ) -> float:
     """Write beside ``path``, compare with the model, and only then put the file in its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -254,21 +213,20 @@ def _write_checked(
     try:
         write(beside)
         run = open_program(beside)
-        single = _finds_boxes(model)
-        worst = max(_error(model, run, shape) for shape in check_shapes(img_size, single))
+        worst = max(_error(model, run, inputs, size) for size in inputs.checked())
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     return worst
 
 
-def _error(model: nn.Module, run: Run, shape: tuple[int, int, int]) -> float:
-    """The largest difference at one input shape; raises :class:`ExportError` if it is too large."""
-    image = _image(model, *shape)
-    where = f"on {shape[0]} images of {shape[1]} x {shape[2]} pixels"
+def _error(model: nn.Module, run: Run, inputs: Inputs, size: tuple[int, ...]) -> float:
+    """The largest difference at one size of inputs; raises :class:`ExportError` if it is too large."""
+    given = inputs.make(*size)
+    where = f"on {inputs.describe(*size)}"
     try:
         with torch.no_grad():
-            found = run(image)
+            found = run(*given)
     except Exception as error:  # runtimes have classes of their own for what may go wrong
         reason = str(error).splitlines()[0]
         raise ExportError(
@@ -276,9 +234,9 @@ def _error(model: nn.Module, run: Run, shape: tuple[int, int, int]) -> float:
         ) from error
     worst = 0.0
     with torch.no_grad():
-        wanted = _wanted(model, image, found)
-    for given, expected in zip(found, wanted, strict=True):
-        off = _largest_difference(given, expected)
+        wanted = _wanted(model, given, found)
+    for own, expected in zip(found, wanted, strict=True):
+        off = _largest_difference(own, expected)
         if not off <= TOLERANCE:
             raise ExportError(
                 f"the exported program differs from the model by {off:.1e} {where} "
@@ -288,18 +246,20 @@ def _error(model: nn.Module, run: Run, shape: tuple[int, int, int]) -> float:
     return worst
 
 
-def _wanted(model: Any, image: Tensor, found: Sequence[Tensor]) -> Sequence[Tensor]:
+def _wanted(model: Any, inputs: tuple[Tensor, ...], found: Sequence[Tensor]) -> Sequence[Tensor]:
     """What a program should have given.
 
     Which boxes are kept may hang on the last digit of a score. Therefore the candidates of a detector are compared,
     and its choice with that of the model among the same candidates.
     """
-    if not _finds_boxes(model):
-        return model(image)
-    boxes, scores = model.model.candidates(image)
+    program: Any = model.model
+    if not isinstance(program, BoxProgram):
+        return model(*inputs)
+    (image,) = inputs
+    boxes, scores = program.candidates(image)
     lengths = [len(own) for own in boxes]
-    given = [tensor.split(lengths) for tensor in found[len(RESULTS) :]]
-    chosen = model.model.choose(*given, image.shape[2] + image.shape[3])
+    own_boxes, own_scores = (list(tensor.split(lengths)) for tensor in found[len(RESULTS) :])
+    chosen = program.choose(own_boxes, own_scores, image.shape[2] + image.shape[3])
     return *chosen, torch.cat(boxes), torch.cat(scores)
 
 

@@ -246,6 +246,7 @@ FIELDS: dict[str, Check] = {
     "std": _numbers(0.0),
     "short_side": _whole(0),
     "window": _whole(0),
+    "length": _whole(1),
     "longrange_task": _text,
     "run": _mapping,
     "crc32": _mapping,

@@ -148,9 +148,9 @@ class SequenceClassifier(nn.Module):
             )
         x = self.embedding(tokens)
         if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(len(x), -1, -1).to(x.dtype), x], 1)
+            x = torch.cat([self.class_token.expand(x.shape[0], -1, -1).to(x.dtype), x], 1)
             if mask is not None:
-                mask = torch.cat([mask.new_ones(len(mask), 1), mask], 1)
+                mask = torch.cat([mask.new_ones(mask.shape[0], 1), mask], 1)
         x = self.dropout(x + self.positions[:, : x.shape[1]])
         for block in self.blocks:
             x = block(x, None, mask)

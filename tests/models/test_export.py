@@ -2,6 +2,7 @@
 
 import json
 import resource
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.export import Dim
 
 from softfree.models import export
 from softfree.models.export import ExportError, MatrixPool, export_onnx, export_pt2, load_onnx
+from softfree.models.sequence import SequenceClassifier
 
 from .small import PYRAMID, small
 
@@ -26,6 +28,11 @@ EASY = PYRAMID | dict(attention="softmax")
 def plain() -> nn.Module:
     """A model that exports at once."""
     return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def encoder(attention: str, **options: Any) -> SequenceClassifier:
+    sizes = dict(vocab_size=12, length=60, num_classes=4, dim=16, depth=1, mlp_dim=16)
+    return SequenceClassifier(attention=attention, **sizes, **options).eval()
 
 
 def assert_same(given: torch.Tensor, expected: torch.Tensor) -> None:
@@ -111,6 +118,54 @@ def test_an_exported_program_is_reloaded_and_needs_no_operator_of_ours(tmp_path)
     with torch.no_grad():
         for given, expected in zip(program.module()(image), model(image), strict=True):
             assert_same(given, expected)
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        ("softmax", dict(channels=3, pooling="none")),
+        ("softmax", dict(pooling="cls")),
+        # More windows than landmarks at some lengths, fewer at others.
+        pytest.param("softfree", dict(landmarks="average:6"), marks=pytest.mark.slow),
+    ],
+)
+def test_one_file_of_an_encoder_serves_any_batch_length_and_mask(attention, options, tmp_path):
+    torch.manual_seed(0)
+    model = encoder(attention, **options)
+    file = tmp_path / "m.onnx"
+    assert export_onnx(model, file, metadata=dict(task="longrange", length=60)) < 1e-4
+    session = onnxruntime.InferenceSession(file)
+    assert [given.name for given in session.get_inputs()] == ["tokens", "mask"]
+    loaded, metadata = load_onnx(file)
+    assert metadata["length"] == 60
+    for batch, length, real in ((1, 5, 5), (4, 60, 1), (2, 23, 20), (3, 37, 0)):
+        tokens = torch.randint(12, (batch, length))
+        if model.channels:
+            tokens = torch.randn(batch, length, model.channels)
+        mask = torch.rand(batch, length) < 0.8
+        mask[0] = torch.arange(length) < real
+        with torch.no_grad():
+            assert_same(loaded(tokens, mask), model(tokens, mask))
+
+
+@pytest.mark.parametrize("landmarks", ["average:6", "spread:4"])
+def test_a_program_of_an_encoder_serves_any_batch_and_length(landmarks, tmp_path):
+    model = encoder("softfree", landmarks=landmarks, iterations=2, inverse="newton")
+    assert export_pt2(model, tmp_path / "m.pt2") < 1e-4
+    run = torch.export.load(tmp_path / "m.pt2").module()
+    for batch, length in ((1, 6), (5, 41)):
+        tokens, mask = torch.randint(12, (batch, length)), torch.rand(batch, length) < 0.5
+        with torch.no_grad():
+            assert_same(run(tokens, mask)[0], model(tokens, mask))
+
+
+def test_encoders_of_pairs_and_those_that_sort_are_refused(tmp_path):
+    for write in (export_onnx, export_pt2):
+        with pytest.raises(ValueError, match=r"pairs of sequences .task retrieval. can't be"):
+            write(encoder("softmax", pair=True), tmp_path / "m.onnx")
+        with pytest.raises(ValueError, match="`attention` reformer can't be exported"):
+            write(encoder("reformer"), tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_metadata_travel_with_a_program(tmp_path):
