@@ -79,14 +79,16 @@ def check_buildable(source: object, metadata: Mapping[str, Any]) -> None:
         _check_named(f"{source}: 'model_kwargs'", arguments, known)
         _check_named(f"{source}: 'attention_options'", options, attention_options())
         return
-    if not timm.is_model(metadata["model"]):
-        raise ValueError(f"{source}: timm knows no model {_shown(metadata['model'])}")
+    model = metadata["model"]
+    if not timm.is_model(model):
+        raise ValueError(f"{source}: timm knows no model {_shown(model)}")
     if task == "classification":
-        backbone = metadata["model_kwargs"]
-    else:
-        _check_named(f"{source}: 'arguments'", metadata["arguments"], DENSE_ARGUMENTS)
-        backbone = metadata["arguments"].get("backbone_kwargs", {})
-    check_arguments(metadata["model"], backbone, f"{source}: ")
+        check_arguments(model, metadata["model_kwargs"], f"{source}: ")
+        return
+    _check_named(f"{source}: 'arguments'", metadata["arguments"], DENSE_ARGUMENTS)
+    backbone = metadata["arguments"].get("backbone_kwargs", {})
+    # Dense models leave landmarks out for a backbone that has none.
+    _check_named(f"{source}: {model}", backbone, argument_names(model) | {"landmarks"})
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any], source: str = "") -> None:

@@ -199,6 +199,14 @@ def test_dense_checkpoints_are_held_to_the_same(task, fields):
         check(backbone_kwargs={"pretrained": True})
 
 
+def test_dense_checkpoints_of_backbones_without_landmarks_may_name_some():
+    fields = {"model": "resnet10t", "detector": "retinanet", "class_names": ["a"]}
+    arguments = {"backbone_kwargs": {"landmarks": "conv:49"}}
+    check_buildable("here", {"task": "detection", **fields, "arguments": arguments})
+    with pytest.raises(ValueError, match="resnet10t takes no argument 'landmarks'"):
+        check_arguments("resnet10t", arguments["backbone_kwargs"])
+
+
 def test_sequence_checkpoints_are_held_to_the_same():
     def check(**arguments):
         fields = {"longrange_task": "listops", "class_names": ["a"], "model_kwargs": arguments}
