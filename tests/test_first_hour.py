@@ -6,27 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 import uvicorn
 
 import softfree_cli
 from softfree.commands import quickstart
 from tests.photos import photo, write_photos
+from tests.shell import SMALL, commands, run_commands
 
 ROOT = Path(__file__).parent.parent
 FIRST_SCREEN = (ROOT / "README.md").read_text(encoding="utf-8").split("## Install")[0]
-# What a test can afford: a smaller model, smaller pictures and one epoch.
-SMALL = (
-    "--epochs 1 --img-size 32 --device cpu --workers 0 "
-    "--model-kwargs embed_dims=16,16,16,16 num_heads=1,1,1,1 depths=1,1,1,1"
-)
-
-
-def commands(text: str) -> list[str]:
-    """The lines of its shell blocks that call softfree, without their comments."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
-    lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("softfree ")]
 
 
 def test_the_first_screen_has_a_picture_two_commands_and_a_few_lines_of_use():
@@ -46,19 +34,10 @@ def test_every_command_of_the_first_screen_runs_on_60_photos(tmp_path, monkeypat
     monkeypatch.setattr(
         uvicorn.Server, "run", lambda self, sockets: served.append(sockets[0].close())
     )
-    threads = torch.get_num_threads()
     lines = commands(FIRST_SCREEN)
     assert [line.split()[1] for line in lines] == ["train", "predict", "inspect", "explore"]
-    try:
-        for line in lines:
-            extra = {"train": SMALL, "explore": "--port 0 --device cpu"}
-            small = extra.get(line.split()[1], "--device cpu")
-            assert softfree_cli.main(shlex.split(f"{line} {small}")[1:]) == 0, (
-                capsys.readouterr().err
-            )
-    finally:
-        torch.set_num_threads(threads)
-    out = capsys.readouterr().out
+    further = {"train": SMALL, "explore": "--port 0 --device cpu"}
+    out = run_commands(lines, lambda line: further.get(line.split()[1], "--device cpu"), capsys)
     assert "48 training and 12 validation samples" in out
     assert "softfree predict photo.jpg --checkpoint out/best" in out  # what to type next
     assert len(served) == 1

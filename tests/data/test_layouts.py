@@ -40,6 +40,17 @@ def write_voc(root, names=("cat", "dog")):
     return root
 
 
+def write_voc_maps(root):
+    """Two pictures to train on and one to validate on, each with a class map that has the last class alone."""
+    for folder in ("SegmentationClass", "ImageSets/Segmentation"):
+        (root / folder).mkdir(parents=True)
+    for number in range(3):
+        write_picture(root / "JPEGImages" / f"{number}.jpg")
+        Image.new("L", (40, 30), 20).save(root / "SegmentationClass" / f"{number}.png")
+    (root / "ImageSets" / "Segmentation" / "train.txt").write_text("0\n1\n")
+    (root / "ImageSets" / "Segmentation" / "val.txt").write_text("2\n")
+
+
 def write_yolo(root, lines=("0 0.5 0.5 0.5 0.2", "1 0.1 0.1 0.3 0.1 0.3 0.4"), yaml=None):
     for split in ("train", "val"):
         for number in range(2):
@@ -330,15 +341,9 @@ def test_boxes_alone_are_no_class_maps(tmp_path):
 
 def test_class_maps_of_voc_are_found_inside_of_the_development_kit(tmp_path, caplog):
     caplog.set_level(logging.INFO, "softfree")
-    root = tmp_path / "VOCdevkit" / "VOC2012"
-    for number, split in enumerate(("train", "val")):
-        write_picture(root / "JPEGImages" / f"{number}.jpg")
-        for folder in ("SegmentationClass", "ImageSets/Segmentation"):
-            (root / folder).mkdir(parents=True, exist_ok=True)
-        Image.new("L", (40, 30), 20).save(root / "SegmentationClass" / f"{number}.png")
-        (root / "ImageSets" / "Segmentation" / f"{split}.txt").write_text(f"{number}\n")
+    write_voc_maps(tmp_path / "VOCdevkit" / "VOC2012")
     data = load_segmentation(str(tmp_path))
-    assert caplog.messages == ["VOC layout: 1 + 1 pictures, 21 classes"]
+    assert caplog.messages == ["VOC layout: 2 + 1 pictures, 21 classes"]
     assert data.val[0][1].unique().tolist() == [20]
 
 
