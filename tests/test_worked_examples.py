@@ -13,6 +13,7 @@ pytest.importorskip("segmentation_models_pytorch")
 pytest.importorskip("torchmetrics")
 pytest.importorskip("onnxscript")
 
+import softfree_cli
 from tests.commands.test_export import run_example
 from tests.data.test_layouts import write_voc_maps, write_yolo
 from tests.data.test_longrange import write_lra_listops
@@ -109,7 +110,7 @@ def test_a_voc_set_becomes_a_segmenter_and_a_file_with_the_same_class_maps(run):
     assert np.asarray(Image.open(found)).max() <= 20
 
 
-def test_lras_listops_become_an_encoder_and_a_file_of_tokens(run, monkeypatch):
+def test_lras_listops_become_an_encoder_and_a_file_of_tokens(run, monkeypatch, capsys):
     printed = run("Long range")
     assert "tokens, mask to logits" in printed
     assert Path("sequences.pt2").is_file()
@@ -119,3 +120,6 @@ def test_lras_listops_become_an_encoder_and_a_file_of_tokens(run, monkeypatch):
     assert metadata["class_names"] == list("0123456789")
     answer = run_example(monkeypatch, Path.cwd(), "sequences.onnx")
     assert answer["logits"].shape == (1, 10)
+    wrong = "export --checkpoint sequences/best --img-size 64 other.onnx"
+    assert softfree_cli.main(wrong.split()) == 2
+    assert "sequences/best is one of sequences" in capsys.readouterr().err

@@ -82,7 +82,9 @@ def export(
         network, names, metadata = exported_part(subject, features)
         inputs = inputs_of(network, side)
         if img_size is not None and not isinstance(inputs, Pictures):
-            raise ValueError(f"--img-size {img_size}: {subject.title} is a model of sequences")
+            raise ValueError(
+                f"--img-size is for models of images; {checkpoint} is one of sequences"
+            )
         report(f"exporting {subject.title} and checking it: minutes for the larger ones")
         try:
             if format == "onnx":
