@@ -30,7 +30,7 @@ from softfree.ops.window_product.operator import window_product
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 CALLS, ROUNDS = 100, 15
-MODELS = ("softpp_tiny", "pvt_v2_b1", "swin_tiny_patch4_window7_224")
+MODELS = ("softfree_tiny", "softpp_tiny", "pvt_v2_b1", "swin_tiny_patch4_window7_224")
 
 
 def normal(*shape: int) -> Tensor:
