@@ -57,8 +57,11 @@ class _NonOverlapping(_ConvBnRelu):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        below, right = -x.shape[2] % self.stride, -x.shape[3] % self.stride
-        return super().forward(F.pad(x, (0, right, 0, below)))
+        height, width = x.shape[2:]
+        if not (certain(height % self.stride == 0) and certain(width % self.stride == 0)):
+            # Enough for any size: windows that begin in it are left out.
+            x = F.pad(x, (0, self.stride - 1, 0, self.stride - 1))
+        return super().forward(x)
 
 
 class PositionEmbedding(nn.Module):

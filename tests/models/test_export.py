@@ -168,6 +168,12 @@ def test_encoders_of_pairs_and_those_that_sort_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_pyramid_without_overlap_is_exported(tmp_path):
+    # Sizes that windows do not divide are filled up at their end, stage after stage.
+    model = small("softpp_tiny", **EASY, overlap=False).eval()
+    assert export_pt2(model, tmp_path / "m.pt2", img_size=64) < 1e-4
+
+
 def test_metadata_travel_with_a_program(tmp_path):
     export_pt2(plain(), tmp_path / "m.pt2", img_size=64, metadata=METADATA)
     extra = {"metadata.json": ""}
