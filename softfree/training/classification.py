@@ -265,17 +265,13 @@ class Classification(PictureTask):
             data = dataclasses.replace(data, val_split=VAL_SPLIT)
             notes.append(f"`val_split` {VAL_SPLIT:g}, since {folder} has no val/")
         optim = fit_length(optim, RECIPES[settings.recipe].optim, given)
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        most = 4 * optim.batch_size * optim.grad_accum_steps * processes
-        if "batch_size" not in given and not data.dataset and has_fewer(data.data_dir, most):
-            # Folders that can't be read are for the run to refuse, not for its --help.
-            with contextlib.suppress(ValueError, FileNotFoundError):
-                samples = len(load_settings_images(data).train)
-                fitted = fit_batch(optim, samples, processes)
-                if fitted != optim:
-                    size = f"{fitted.batch_size} instead of {optim.batch_size}"
-                    notes.append(f"`batch_size` {size}, for {samples} training pictures")
-                optim = fitted
+        if "batch_size" not in given and not data.dataset:
+            optim, fitted = fit_batch(
+                optim,
+                lambda most: has_fewer(data.data_dir, most),
+                lambda: len(load_settings_images(data).train),
+            )
+            notes += fitted
         if os.environ.get("RANK", "0") == "0":
             for line in notes:
                 logger.info(line)

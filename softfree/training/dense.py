@@ -122,24 +122,15 @@ class DenseTask(PictureTask):
         if not pyramid and "model_kwargs" not in given:
             backbone = dataclasses.replace(backbone, model_kwargs=())
         optim = fit_length(settings.optim, cls.usual_length(settings), given)
-        data_dir, processes = settings.data.data_dir, int(os.environ.get("WORLD_SIZE", 1))
-        most = 4 * optim.batch_size * optim.grad_accum_steps * processes
-        if (
-            settings.recipe == "small"
-            and "batch_size" not in given
-            and data_dir
-            and cls.has_fewer(data_dir, most)
-        ):
-            # Folders that can't be read are for the run to refuse, not for its --help.
-            with contextlib.suppress(ValueError, FileNotFoundError):
-                samples = cls.count_samples(data_dir)
-                fitted = fit_batch(optim, samples, processes)
-                # Two at least: batch norms see one value of a picture.
-                fitted = dataclasses.replace(fitted, batch_size=max(2, fitted.batch_size))
-                if fitted.batch_size < optim.batch_size:
-                    size = f"{fitted.batch_size} instead of {optim.batch_size}"
-                    notes.append(f"`batch_size` {size}, for {samples} training pictures")
-                    optim = fitted
+        data_dir = settings.data.data_dir
+        if settings.recipe == "small" and "batch_size" not in given and data_dir:
+            optim, fitted = fit_batch(
+                optim,
+                lambda most: cls.has_fewer(data_dir, most),
+                lambda: cls.count_samples(data_dir),
+                least=2,  # batch norms see one value of a picture
+            )
+            notes += fitted
         if os.environ.get("RANK", "0") == "0":
             for line in notes:
                 logger.info(line)

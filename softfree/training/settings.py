@@ -5,7 +5,7 @@ import json
 import math
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -183,17 +183,39 @@ def fit_length(optim: OptimSettings, recipe: OptimSettings, given: Given) -> Opt
     )
 
 
-def fit_batch(optim: OptimSettings, samples: int, processes: int) -> OptimSettings:
-    """``optim`` with a batch that little data fills at least twice an epoch: a power of two, if it must shrink.
+def fit_batch(
+    optim: OptimSettings,
+    has_fewer: Callable[[int], bool],
+    count: Callable[[], int],
+    least: int = 1,
+) -> tuple[OptimSettings, list[str]]:
+    """``optim`` with a batch that little data fills at least twice an epoch, and a line that says so.
+
+    Args:
+        optim: what was asked for.
+        has_fewer: whether there are fewer training pictures than a number; quicker than ``count``.
+        count: how many there are.
+        least: the smallest batch.
 
     Example:
-        >>> fit_batch(OptimSettings(batch_size=1024), samples=186, processes=1).batch_size
-        64
+        >>> optim, notes = fit_batch(OptimSettings(batch_size=1024), lambda n: 186 < n, lambda: 186)
+        >>> optim.batch_size, notes
+        (64, ['`batch_size` 64 instead of 1024, for 186 training pictures'])
     """
-    most = samples // (2 * optim.grad_accum_steps * processes)
-    if optim.batch_size <= most:
-        return optim
-    return dataclasses.replace(optim, batch_size=2 ** max(0, most.bit_length() - 1))
+    passes = optim.grad_accum_steps * int(os.environ.get("WORLD_SIZE", 1))
+    if not has_fewer(4 * optim.batch_size * passes):
+        return optim, []
+    try:
+        samples = count()
+    except (ValueError, FileNotFoundError):
+        # Folders that can't be read are for the run to refuse, not for its --help.
+        return optim, []
+    most = samples // (2 * passes)
+    size = max(least, 2 ** max(0, most.bit_length() - 1))
+    if optim.batch_size <= max(most, size):
+        return optim, []
+    note = f"`batch_size` {size} instead of {optim.batch_size}, for {samples} training pictures"
+    return dataclasses.replace(optim, batch_size=size), [note]
 
 
 def override(settings: Settings, overrides: Mapping[str, Mapping[str, Any]]) -> Settings:
