@@ -121,9 +121,9 @@ class Validation(ABC):
                     rows += scores.classes.rows(self.row)
                 save_rows(self.csv, rows, describe_environment(processes.device))
                 if self.draw is not None and scores.classes is not None:
-                    save_figure(
-                        scores.classes.draw(scores.title or self.subject), self.draw, "plot"
-                    )
+                    model = scores.title.partition(", ")[0] or self.checkpoint.resolve().parent.name
+                    heading = f"{model}: which classes are taken for which ({self.split})"
+                    save_figure(scores.classes.draw(heading), self.draw, "plot")
         return 0
 
 
