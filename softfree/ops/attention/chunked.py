@@ -34,7 +34,7 @@ from softfree.ops.shared.shapes import tiles_of, token_tensor
 
 # Kernel values a chunk may hold. On a CPU they are meant to stay in cache; elsewhere launches should be
 # few.
-CHUNK_ELEMENTS = {"cpu": 2**18}
+CHUNK_ELEMENTS = {"cpu": 2**19}
 CHUNK_ELEMENTS_ELSEWHERE = 2**25
 # Chunks whose kernels are kept for the second pass; elsewhere the last alone. More memory than this the allocator
 # returns to the system after each call, and new pages cost as much as computing again.
