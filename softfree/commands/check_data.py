@@ -1,6 +1,6 @@
 """Check data before training: classes, boxes, masks, missing and damaged files."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,6 @@ import torch
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from torch.utils.data import DataLoader
 
 from softfree.commands.common import (
@@ -18,8 +17,10 @@ from softfree.commands.common import (
     check_output,
     command,
     make_table,
+    message_console,
     percent,
     to_json,
+    with_bar,
 )
 from softfree.commands.settings import resolve
 from softfree.data.classification import lacks_validation, load_images
@@ -170,9 +171,8 @@ main = command(check_data, __doc__)
 
 
 def say(text: str) -> None:
-    """Print a line; in a terminal no word is cut in two, in a file it stays whole."""
-    console = Console(highlight=False, markup=False)
-    console.print(text, soft_wrap=not console.is_terminal)
+    """Print a line."""
+    message_console(markup=False).print(text)
 
 
 def load_classes(data_dir: str | None) -> ImageData:
@@ -201,17 +201,9 @@ def describe_long_range(data: LongRangeData) -> dict[str, Description]:
         if same is not None:
             print(f"{split} has the samples of {same}")
             continue
-        samples = progress(items_of(part), f"reading {split}", len(part))
+        samples = with_bar(items_of(part), f"reading {split}", len(part))
         found[split] = describe_sequences(samples, data.class_names)
     return found
-
-
-def progress(items: Iterable[Any], what: str, total: int | None = None) -> Iterable[Any]:
-    """The items, with a bar where somebody watches."""
-    console = Console(stderr=True)
-    return track(
-        items, what, total, console=console, transient=True, disable=not console.is_terminal
-    )
 
 
 def print_sizes(described: Mapping[str, Description], unit: str) -> None:
@@ -290,7 +282,7 @@ def check_pictures(
             num_workers=workers,
             worker_init_fn=ignore_signals,
         )
-        seen = [item for items in progress(loader, f"decoding {split}") for item in items]
+        seen = [item for items in with_bar(loader, f"decoding {split}") for item in items]
         found[split] = [item for item in seen if isinstance(item, Seen)]
         faults += [
             f"{split}: {printable(item.path)}: {item.reason}"

@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.control import Control
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, track
 from rich.segment import ControlType
 from rich.table import Table
 
@@ -33,6 +33,7 @@ from softfree.training.checkpoint import read_metadata
 from softfree.training.devices import choose_device
 from softfree.training.settings import RunSettings
 
+Item = TypeVar("Item")
 NOTHING = "-"
 # Where runs go if nothing is said, and tasks whose models look at pictures.
 RUNS = RunSettings().output
@@ -181,6 +182,14 @@ def percent(share: float | None) -> str:
     if share is None:
         return NOTHING
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.1f}%"
+
+
+def with_bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterable[Item]:
+    """The items, with a bar that is removed at the end; where nobody watches, without."""
+    console = Console(stderr=True, highlight=False)
+    return track(
+        items, what, total, console=console, transient=True, disable=not console.is_terminal
+    )
 
 
 @contextlib.contextmanager

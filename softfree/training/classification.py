@@ -62,6 +62,7 @@ from softfree.training.settings import (
     fit_batch,
     fit_length,
     override,
+    say_fitted,
 )
 
 logger = logging.getLogger(__name__)
@@ -272,9 +273,7 @@ class Classification(PictureTask):
                 lambda: len(load_settings_images(data).train),
             )
             notes += fitted
-        if os.environ.get("RANK", "0") == "0":
-            for line in notes:
-                logger.info(line)
+        say_fitted(notes)
         return dataclasses.replace(settings, data=data, optim=optim)
 
     def __init__(self, settings: ClassificationSettings, data: ImageData | None = None):

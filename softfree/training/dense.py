@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
-import os
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +17,7 @@ from softfree.models.features import fixed_landmarks
 from softfree.models.metadata import check_arguments
 from softfree.training.classification import FEW_PICTURES, parse_model_kwargs
 from softfree.training.engine import PictureTask
-from softfree.training.settings import Given, OptimSettings, fit_batch, fit_length
-
-logger = logging.getLogger(__name__)
+from softfree.training.settings import Given, OptimSettings, fit_batch, fit_length, say_fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +127,7 @@ class DenseTask(PictureTask):
                 least=2,  # batch norms see one value of a picture
             )
             notes += fitted
-        if os.environ.get("RANK", "0") == "0":
-            for line in notes:
-                logger.info(line)
+        say_fitted(notes)
         return dataclasses.replace(settings, backbone=backbone, optim=optim)
 
     @classmethod

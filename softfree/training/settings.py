@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +14,7 @@ from softfree.models.checks import check_at_least
 from softfree.models.metadata import read_json
 from softfree.training.devices import AmpDtype
 
+logger = logging.getLogger(__name__)
 Settings = TypeVar("Settings")
 # Arguments that the user gave, by name, each with its first value as it was typed.
 Given = Mapping[str, str]
@@ -216,6 +218,13 @@ def fit_batch(
         return optim, []
     note = f"`batch_size` {size} instead of {optim.batch_size}, for {samples} training pictures"
     return dataclasses.replace(optim, batch_size=size), [note]
+
+
+def say_fitted(notes: Sequence[str]) -> None:
+    """Log, in one of the processes, what was chosen for the data at hand."""
+    if os.environ.get("RANK", "0") == "0":
+        for line in notes:
+            logger.info(line)
 
 
 def override(settings: Settings, overrides: Mapping[str, Mapping[str, Any]]) -> Settings:

@@ -13,7 +13,7 @@ import tyro
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, track
+from rich.progress import Progress
 from torch.utils.data import DataLoader
 
 from softfree.commands.common import (
@@ -24,6 +24,7 @@ from softfree.commands.common import (
     make_table,
     newest_run,
     to_json,
+    with_bar,
     write_json,
 )
 from softfree.commands.predict.base import ONNX, Predictor
@@ -184,10 +185,9 @@ def predict(
             if as_json:
                 print(line)
 
-        predicted = track(
-            predict_files(predictor, photos, batch_size), "predicting", len(photos),
-            console=errors, transient=True, disable=not errors.is_terminal,
-        )  # fmt: skip
+        predicted = with_bar(
+            predict_files(predictor, photos, batch_size), "predicting", len(photos)
+        )
         for path, result in zip(photos, predicted, strict=True):
             if isinstance(result, Unreadable):
                 unreadable.append(result)

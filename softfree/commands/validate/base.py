@@ -13,7 +13,13 @@ from torch import Tensor
 
 from softfree.analysis import describe_environment
 from softfree.analysis.plots import save_figure
-from softfree.commands.common import check_figure, check_output, check_positive, save_rows
+from softfree.commands.common import (
+    check_figure,
+    check_output,
+    check_positive,
+    message_console,
+    save_rows,
+)
 from softfree.commands.validate.classes import ClassScores
 from softfree.data.images import Unreadable
 from softfree.models.checks import check_at_least
@@ -102,11 +108,9 @@ class Validation(ABC):
             if processes.main:
                 for file in dict.fromkeys(skipped):
                     print(f"skipped {file.path}: {file.reason}")
-                console = Console(highlight=False)
+                console, messages = Console(highlight=False), message_console(markup=False)
                 if scores.title:
-                    console.print(
-                        scores.title, style="bold", markup=False, soft_wrap=not console.is_terminal
-                    )
+                    messages.print(scores.title, style="bold")
                 if scores.table is not None:
                     console.print(scores.table)
                 if scores.classes is not None and (self.per_class or scores.table is None):
@@ -114,7 +118,7 @@ class Validation(ABC):
                 if scores.classes is not None and self.per_class:
                     scores.classes.print_confusion(console)
                 if scores.line:
-                    console.print(scores.line, markup=False, soft_wrap=not console.is_terminal)
+                    messages.print(scores.line)
                 rows = list(scores.rows)
                 if scores.classes is not None:
                     rows = [{**self.row, "class": "all", **row} for row in rows]
