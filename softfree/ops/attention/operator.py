@@ -7,7 +7,7 @@ so ``torch.compile`` traces through it as one node and the FLOP counter knows it
 import functools
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from softfree.ops.attention import chunked, reference
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.shared import devices
 from softfree.ops.shared.memo import computed_once
-from softfree.ops.shared.precision import autocast, compute_dtype
+from softfree.ops.shared.precision import autocast, compute_dtype, exactly
 from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import token_tensor
 
@@ -104,13 +104,12 @@ def soft_attention(
     k = None if k is q else k
     q, k, v, landmarks = autocast(q, k, v, landmarks)
     inputs = Inputs(q, k, v, landmarks, key_mask, landmark_mask)
-    _check(inputs)
+    # In an exported program the reference stands for every backend.
+    chosen = _check(inputs, backend, devices.exporting())
     settings = _settings(q.shape[-1], scale, normalize, inverse, iterations, start, ridge, order)
-    if backend != "auto":
-        check_backend(backend)
-    if backend == "reference" or devices.exporting():
+    if chosen == "reference":
         return reference.soft_attention(inputs, settings, exportable=backend != "reference")
-    return FORWARD(inputs, settings, _choose(backend, inputs))[0]
+    return FORWARD(inputs, settings, chosen)[0]
 
 
 def check_backend(backend: str) -> None:
@@ -119,30 +118,6 @@ def check_backend(backend: str) -> None:
         raise ValueError(
             f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
         )
-
-
-def _choose(backend: str, inputs: Inputs) -> str:
-    """``"torch"`` or ``"triton"``."""
-    q, v = inputs.q, inputs.v
-    if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
-        return "torch"
-    channels = max(q.shape[3], v.shape[3])
-    if channels <= MAX_CHANNELS and devices.usable(q, KERNEL_DTYPES):
-        return "triton"
-    obstacle = devices.obstacle(q.device, q.dtype, KERNEL_DTYPES)
-    if obstacle is None and channels > MAX_CHANNELS:
-        obstacle = f"they take up to {MAX_CHANNELS} channels per head, got {channels}"
-    if obstacle is None:
-        return "triton"
-    if backend == "triton":
-        raise ValueError(f"backend 'triton': the kernels can't take this input: {obstacle}")
-    if not torch.compiler.is_compiling():
-        # The same place and text each time, so Python shows it once.
-        warnings.warn(
-            f"softfree's kernels can't take this input: {obstacle}. Backend 'torch', slower, takes it.",
-            stacklevel=1,
-        )
-    return "torch"
 
 
 @functools.cache  # an import, too, takes a microsecond
@@ -174,25 +149,65 @@ def _settings(
     return settings._replace(scale=float(settings.scale))
 
 
-_CHECKED: set[tuple] = set()
+_CHECKED: dict[tuple, str] = {}
 
 
-def _check(inputs: Inputs) -> None:
-    """Raise if the tensors don't fit; sizes, dtypes and devices that did are not looked at again."""
-    if torch.compiler.is_dynamo_compiling():
-        _check_tensors(inputs)
-        return
+def _check(inputs: Inputs, backend: str, exporting: bool) -> str:
+    """``"reference"``, ``"torch"`` or ``"triton"``, whichever takes the tensors; raise if they don't fit.
+
+    Sizes, dtypes and devices that did are not looked at again.
+    """
+    if exporting or torch.compiler.is_dynamo_compiling():
+        return _check_all(inputs, backend, exporting)
     try:
-        kinds = (*[None if t is None else (t.shape, t.dtype, t.device) for t in inputs],)
-        if kinds in _CHECKED:
-            return
+        q, k, v, landmarks, key_mask, landmark_mask = inputs
+        kinds: tuple = (
+            backend, q.shape, q.dtype, q.device, v.shape, v.dtype, v.device,
+            landmarks.shape, landmarks.dtype, landmarks.device,
+        )  # fmt: skip
+        if k is not None or key_mask is not None or landmark_mask is not None:
+            others: Any = (k, key_mask, landmark_mask)
+            kinds += (*[None if t is None else (t.shape, t.dtype, t.device) for t in others],)
+        chosen = _CHECKED.get(kinds)
     except (AttributeError, TypeError):  # what is no tensor, or has a symbolic size
-        kinds = ()
+        return _check_all(inputs, backend, False)
+    if chosen is None:
+        chosen = _check_all(inputs, backend, False)
+        if chosen == "torch" == backend or chosen == "triton" or q.device.type != "cuda":
+            if len(_CHECKED) >= 1024:
+                _CHECKED.clear()
+            _CHECKED[kinds] = chosen  # unless a warning goes with it
+    return chosen
+
+
+def _check_all(inputs: Inputs, backend: str, exporting: bool) -> str:
     _check_tensors(inputs)
-    if kinds:
-        if len(_CHECKED) >= 1024:
-            _CHECKED.clear()
-        _CHECKED.add(kinds)
+    check_backend(backend)
+    return "reference" if exporting or backend == "reference" else _choose(backend, inputs)
+
+
+def _choose(backend: str, inputs: Inputs) -> str:
+    """``"torch"`` or ``"triton"``."""
+    q, v = inputs.q, inputs.v
+    if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
+        return "torch"
+    channels = max(q.shape[3], v.shape[3])
+    if channels <= MAX_CHANNELS and devices.usable(q, KERNEL_DTYPES):
+        return "triton"
+    obstacle = devices.obstacle(q.device, q.dtype, KERNEL_DTYPES)
+    if obstacle is None and channels > MAX_CHANNELS:
+        obstacle = f"they take up to {MAX_CHANNELS} channels per head, got {channels}"
+    if obstacle is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f"backend 'triton': the kernels can't take this input: {obstacle}")
+    if not torch.compiler.is_compiling():
+        # The same place and text each time, so Python shows it once.
+        warnings.warn(
+            f"softfree's kernels can't take this input: {obstacle}. Backend 'torch', slower, takes it.",
+            stacklevel=1,
+        )
+    return "torch"
 
 
 def _check_tensors(inputs: Inputs) -> None:
@@ -257,13 +272,16 @@ def _check_mask(name: str, mask: Tensor | None, q: Tensor, length: int) -> None:
 def _forward(
     inputs: Inputs, settings: AttentionSettings, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _implementation(backend).forward(inputs, settings)
+    if backend == "triton":
+        return _implementation(backend).forward(inputs, settings)
+    with exactly(inputs.q.device):
+        return chunked.forward(inputs, settings)
 
 
 def _forward_unkept(inputs: Inputs, settings: AttentionSettings, backend: str) -> tuple:
     if backend != "triton":
         return _forward(inputs, settings, backend)
-    return _implementation(backend).forward(inputs, settings, keep=False)
+    return _implementation(backend).forward(inputs, settings, False)
 
 
 def fake(inputs, settings, backend):
@@ -289,19 +307,32 @@ def flops(inputs, settings, backend) -> int:
     return 2 * batch * heads * (tokens + matrices)
 
 
+class Given(NamedTuple):
+    """What the gradient is computed of: that of the result, and :class:`Inputs` with what the forward pass kept."""
+
+    grad: Tensor
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+    landmarks: Tensor
+    key_mask: Tensor | None
+    landmark_mask: Tensor | None
+    inverse: Tensor
+    u: Tensor
+
+
 def _backward(
-    grad: Tensor,
-    inputs: Inputs,
-    inverse: Tensor,
-    u: Tensor,
-    settings: AttentionSettings,
-    backend: str,
+    given: Given, settings: AttentionSettings, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _implementation(backend).backward(grad, inputs, inverse, u, settings)
+    arguments = given.grad, Inputs(*given[1:7]), given.inverse, given.u, settings
+    if backend == "triton":
+        return _implementation(backend).backward(*arguments)
+    with exactly(given.grad.device):
+        return chunked.backward(*arguments)
 
 
-def _fake_backward(grad, inputs, *_):
-    q, k, v, landmarks, *_ = inputs
+def _fake_backward(given, *_):
+    _, q, k, v, landmarks, *_ = given
     return (
         token_tensor(q, q.shape[-1]),
         q.new_empty(0) if k is None else token_tensor(k, k.shape[-1]),
@@ -310,13 +341,13 @@ def _fake_backward(grad, inputs, *_):
     )
 
 
-def backward_flops(grad, inputs, inverse, u, settings, backend) -> int:
+def backward_flops(given, settings, backend) -> int:
     """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, W, dU, dA; few tokens: P V."""
-    batch, heads, n, d = inputs.q
-    m, n_k, d_v = inputs.landmarks[2], inputs.v[2], inputs.v[3]
+    batch, heads, n, d = given.q
+    m, n_k, d_v = given.landmarks[2], given.v[2], given.v[3]
     queries = n * m * (3 * d + 2 * d_v)
     again = n_k <= chunked.FEW_TOKENS
-    keys = n_k * m * ((2 + again) * d_v + (0 if inputs.k is None else 3 * d))
+    keys = n_k * m * ((2 + again) * d_v + (0 if given.k is None else 3 * d))
     # A solve of order 2 takes U and dW through G twice, and its dA has two terms.
     twice = settings.inverse.method == "solve" and settings.inverse.order == 2
     matrices = (6 if twice else 3) * m * m * d_v + 2 * m * m * d
@@ -332,13 +363,16 @@ def _setup_context(ctx, inputs, output):
 def _gradient(ctx, grad, *_):
     if grad is None:
         return ()
-    saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
-    inputs = Inputs(*saved[:6])
-    grad_q, grad_k, grad_v, grad_landmarks = BACKWARD(grad, inputs, *saved[6:], *ctx.settings)
-    return grad_q, None if inputs.k is None else grad_k, grad_v, grad_landmarks
+    given = Given(
+        grad, *ctx.saved_tensors
+    )  # read once: under gradient checkpointing reading recomputes
+    grad_q, grad_k, grad_v, grad_landmarks = BACKWARD(given, *ctx.settings)
+    return grad_q, None if given.k is None else grad_k, grad_v, grad_landmarks
 
 
-BACKWARD = register("attention_backward", _backward, _fake_backward, flops=backward_flops)
+BACKWARD = register(
+    "attention_backward", _backward, _fake_backward, flops=backward_flops, launches=True
+)
 FORWARD = register(
     "attention",
     _forward,
@@ -348,4 +382,5 @@ FORWARD = register(
     flops,
     keeps=True,
     passing=_forward_unkept,
+    launches=True,
 )

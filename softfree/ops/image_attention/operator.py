@@ -175,7 +175,7 @@ def _forward(
         qv.shape, qv.dtype, qv.device, filters.shape, None if windows is None else windows.shape,
         places, None if pooling is None else pooling.shape[0], settings, keep,
     )  # fmt: skip
-    room = plan.room.empty(qv.device)
+    room = plan.room.empty(qv)
     sampled = torch.empty(plan.sampled, dtype=qv.dtype, device=qv.device)
     deviations = inverse = u = room
     if keep:
@@ -454,7 +454,7 @@ def _flops(x, weights, pooling, places, eps, landmark_norm, settings, keep) -> i
 def _backward_flops(grad, x, weights, pooling, kept, places, eps, landmark_norm, settings) -> int:
     around, q, landmarks = _flops_around(x, weights, pooling, places)
     inputs = Inputs(q, None, q, landmarks)
-    return 2 * around + attention.backward_flops(None, inputs, None, None, settings, "triton")
+    return 2 * around + attention.backward_flops(inputs, settings, "triton")
 
 
 def _flops_around(x, weights, pooling, places) -> tuple[int, Any, Any]:

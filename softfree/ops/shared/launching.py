@@ -10,6 +10,7 @@ What this relies on inside Triton is known for version 3.6. Other versions, the 
 hooks want to see go the ordinary way.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ class Part(NamedTuple):
 
 
 class Room:
-    """What a chain needs beside its results, as parts of one tensor of float32, its number ``tensor``."""
+    """What a chain needs beside its results, as parts of one tensor, its number ``tensor``."""
 
     def __init__(self, tensor: int):
         self.tensor, self.bytes = tensor, 0
@@ -107,8 +108,9 @@ class Room:
         self.bytes += -(-math.prod(sizes) * dtype.itemsize // 256) * 256
         return part
 
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.bytes // 4, dtype=torch.float32, device=device)
+    def empty(self, like: Tensor) -> Tensor:
+        """The tensor, on the device of ``like``."""
+        return like.new_empty(self.bytes // like.itemsize)
 
 
 Step = tuple[Launch, Sequence[Part]]
@@ -132,8 +134,7 @@ class Chain:
             return
         stream = _stream(gpu)
         for run, grid, settings, places, rest in compiled:
-            parts = [addresses[number] + offset for number, offset in places]
-            run(*grid, stream, *settings, *parts, *rest)
+            run(*grid, stream, *settings, *[addresses[n] + offset for n, offset in places], *rest)
 
     def _hooked(self) -> bool:
         for kernel in self.kernels:  # noqa: SIM110  (a generator would be called for each)
@@ -171,9 +172,7 @@ def launch(
 
 def _alignment(addresses: Sequence[int]) -> bool | tuple[int, ...]:
     """True for addresses that are all multiples of 16 bytes, else by how much each is none."""
-    together = 0
-    for address in addresses:
-        together |= address
+    together = functools.reduce(operator.or_, addresses)
     return together % ALIGNMENT == 0 or (*[address % ALIGNMENT for address in addresses],)
 
 

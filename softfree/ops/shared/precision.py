@@ -90,3 +90,10 @@ class _FullPrecision:
 
 
 full_precision = _FullPrecision()
+
+
+@contextlib.contextmanager
+def exactly(device: torch.device) -> Iterator[None]:
+    """Inside, PyTorch computes on the device in the dtypes it is given, products of float32 in float32."""
+    with without_autocast(device), full_precision(device):
+        yield

@@ -10,7 +10,6 @@ their fields, :func:`flatten` makes such arguments, and each function gets its r
 """
 
 import inspect
-import operator as operator_module
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -26,7 +25,7 @@ LIBRARY = torch.library.Library("softfree", "FRAGMENT")
 PLAIN = {Tensor, torch.nn.Parameter}
 LEFT_OUT: Any = None  # in the place of an output
 
-_is_meta = operator_module.attrgetter("is_meta")
+_is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 
 
 def flatten(*inputs: Any) -> list[Any]:
@@ -55,6 +54,7 @@ def register(
     *,
     keeps: bool = False,
     passing: Callable[..., Any] | None = None,
+    launches: bool = False,
 ) -> Callable[..., Any]:
     """Register ``softfree::name``.
 
@@ -72,6 +72,9 @@ def register(
             then returns the first alone, as a tuple: PyTorch has less to keep account of.
         passing: what eager calls without a gradient do in the place of ``compute``: the same, but for outputs that
             may be ``LEFT_OUT``.
+        launches: whether ``compute`` launches kernels of our own, to which autocast and the precision of PyTorch's
+            products mean nothing; where it does more, it says so itself by
+            :func:`softfree.ops.shared.precision.exactly`.
 
     Returns:
         A function of the arguments of ``compute``.
@@ -82,13 +85,15 @@ def register(
     forms = [_form(kind) for kind in kinds.values()]
     leading = sum(map(_is_tensors, kinds.values()))
     records = forms[:leading] if any(forms[:leading]) else []
+    one_record = leading == 1 and bool(records)
 
     def with_records(flat: Sequence) -> tuple:
         values = iter(flat)
         return tuple(_build(form, values) for form in forms)
 
-    alone = _alone(compute)
-    unkept = _alone(passing or compute)
+    apart = _on_its_device if launches else _alone
+    alone = apart(compute)
+    unkept = apart(passing or compute)
 
     def registered(*flat: Any) -> Any:
         output = alone(*with_records(flat))
@@ -96,7 +101,9 @@ def register(
             return output
         return tuple(flat[0].new_empty(0) if part is None else part for part in output)
 
-    parameters = [part for kind in kinds.items() for part in _parameters(*kind)]
+    by_kind = [[*_parameters(*kind)] for kind in kinds.items()]
+    parameters = [parameter for part in by_kind for parameter in part]
+    padding = (None,) * sum(map(len, by_kind[:leading]))
     registered.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
     LIBRARY.define(
         name + torch.library.infer_schema(registered, mutates_args=()),
@@ -123,18 +130,18 @@ def register(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return None, None, *gradients(ctx, grads, len(ctx.needs_input_grad) - 2)
+            return None, None, *gradients(ctx, grads)
 
     class Shown(Differentiable):
         """The same for an eager call, which does not return what is for the gradient alone."""
 
         @staticmethod
         def forward(ctx: Any, run: Callable, inputs: tuple, *tensors: Any) -> Any:
-            return Differentiable.forward(ctx, run, inputs, *tensors)[:1]
+            return Differentiable.forward(ctx, run, inputs)[:1]
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return Differentiable.backward(ctx, *grads, *(None,) * (outputs - 1))
+            return None, None, *gradients(ctx, (*grads, *unshown))
 
     class Transformable(Function):
         """For ``torch.func``, which takes the flat inputs apart."""
@@ -150,7 +157,8 @@ def register(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return gradients(ctx, grads, len(ctx.needs_input_grad))
+            found = gradients(ctx, grads)
+            return *found, *(None,) * (len(ctx.needs_input_grad) - len(found))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -174,11 +182,14 @@ def register(
             outputs = tuple(LEFT_OUT if part[0] is None else torch.stack(part) for part in parts)
             return outputs, tuple(None if output is None else 0 for output in outputs)
 
-    def gradients(ctx: Any, grads: tuple, count: int) -> tuple:
+    unshown = (None,) * (outputs - 1)
+
+    def gradients(ctx: Any, grads: tuple) -> tuple:
+        """One for each tensor among the inputs."""
         if gradient is None:
             _refuse(name.removesuffix("_backward"), "second derivative")
         found = gradient(ctx, *grads)
-        return *found, *(None,) * (count - len(found))
+        return found + padding[len(found) :]
 
     # Not by ``Function.apply``, which is for torch.func, and at some cost.
     everything = super(Function, Differentiable).apply
@@ -202,8 +213,8 @@ def register(
             return operator(*flatten(*inputs))
         if _C._are_functorch_transforms_active():
             return Transformable.apply(*flatten(*inputs))
-        tensors: Sequence[Tensor | None] = inputs[:leading]
-        if records:
+        tensors: Sequence[Tensor | None] = inputs[0] if one_record else inputs[:leading]
+        if records and not one_record:
             tensors = []
             for value, form in zip(inputs, records, strict=False):  # as flatten, in less time
                 tensors += (value,) if form is None else value
@@ -237,6 +248,20 @@ def _alone(compute: Callable[..., Any]) -> Callable[..., Any]:
     return alone
 
 
+def _on_its_device(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``compute``, on the device of its first input."""
+
+    def alone(*inputs: Any) -> Any:
+        first = inputs[0]
+        device = (first if isinstance(first, Tensor) else first[0]).device
+        if devices.is_current(device):
+            return compute(*inputs)
+        with devices.on(device):
+            return compute(*inputs)
+
+    return alone
+
+
 def _observed(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a mode, a tracer, a profiler or a tensor that is not plain wants to see the registered operator."""
     if (
@@ -246,12 +271,12 @@ def _observed(tensors: Sequence[Tensor | None]) -> bool:
         or torch.autograd._profiler_enabled()
     ):
         return True
-    given = [tensor for tensor in tensors if tensor is not None]
-    return (
-        not PLAIN.issuperset(map(type, given))
-        or any(map(_is_meta, given))
-        or any(map(_C._functorch.is_functorch_wrapped_tensor, given))  # left behind by a transform
-    )
+    for tensor in tensors:
+        # A wrapper may be left behind by a transform of torch.func.
+        if tensor is not None and (type(tensor) not in PLAIN or _is_wrapped(tensor)):
+            return True
+    first: Any = tensors[0]  # the others are where it is
+    return first.is_meta
 
 
 def _refuse_tangents(name: str, inputs: Sequence[Any]) -> None:

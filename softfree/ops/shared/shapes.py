@@ -40,7 +40,12 @@ def token_tensor(like: Tensor, channels: int) -> Tensor:
     Merging the heads of such a tensor, ``transpose(1, 2).flatten(2)``, is a view.
     """
     batch, heads, tokens, _ = like.shape
+    return like.new_empty_strided(*token_layout(batch, heads, tokens, channels))
+
+
+def token_layout(
+    batch: int, heads: int, tokens: int, channels: int
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Size and strides of :func:`token_tensor`."""
     row = heads * channels
-    return like.new_empty_strided(
-        (batch, heads, tokens, channels), (tokens * row, channels, row, 1)
-    )
+    return (batch, heads, tokens, channels), (tokens * row, channels, row, 1)

@@ -28,6 +28,15 @@ def poisoned(create):
     return wrapper
 
 
+def poison() -> None:
+    """Fill what is fresh with NaN from here on."""
+    for owner, name in (
+        (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):  # fmt: skip
+        setattr(owner, name, poisoned(getattr(owner, name)))
+
+
 def main() -> None:
     torch.manual_seed(0)
     for m, kept in (
@@ -40,9 +49,7 @@ def main() -> None:
             torch.ops.softfree.attention.default, arguments, test_utils="test_faketensor"
         )
         assert torch.ops.softfree.attention(*arguments)[1].shape == (1, 1, *kept)
-    launch.torch.empty = poisoned(torch.empty)
-    launch.torch.empty_like = poisoned(torch.empty_like)
-    launch.token_tensor = poisoned(launch.token_tensor)
+    poison()
     for path, tokens in (("one launch", 1024), ("three launches", 0)):
         launch.remembered_call.cache_clear()
         launch.ONE_LAUNCH = ((tokens, 1000),)

@@ -193,7 +193,7 @@ def chain_of(kernels):
 def test_a_chain_launches_parts_of_its_tensors_as_single_launches_do(tensors):
     kernels = StubKernel(4, 1), StubKernel(4, 1)
     chain, room = chain_of(kernels)
-    scratch = room.empty(torch.device("cpu"))
+    scratch = room.empty(torch.zeros(1))
     for _ in range(3):
         chain(*tensors, scratch)
     addresses = (
@@ -210,7 +210,7 @@ def test_a_chain_launches_parts_of_its_tensors_as_single_launches_do(tensors):
 def test_a_part_of_a_room_has_the_dtype_it_was_asked_for_and_its_own_memory():
     room = Room(0)
     first, second = room.part((3, 5)), room.part((4,), torch.float16)
-    scratch = (room.empty(torch.device("cpu")),)
+    scratch = (room.empty(torch.zeros(1)),)
     first.of(scratch)[:15].fill_(1)
     halves = second.of(scratch)
     halves[:4].fill_(2)
@@ -222,7 +222,7 @@ def test_a_part_of_a_room_has_the_dtype_it_was_asked_for_and_its_own_memory():
 def test_a_chain_asks_triton_again_where_a_launch_would(tensors, a_gpu, change, monkeypatch):
     kernels = StubKernel(4, 1), StubKernel(4, 1)
     chain, room = chain_of(kernels)
-    tensors = (*tensors, room.empty(torch.device("cpu")))
+    tensors = (*tensors, room.empty(torch.zeros(1)))
     chain(*tensors)
     if change == "dtype":
         tensors = (tensors[0], torch.zeros(16).half(), tensors[2])

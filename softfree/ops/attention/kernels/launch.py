@@ -8,6 +8,7 @@ their own) and spread_backward for dL alone.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,8 +40,9 @@ from softfree.ops.attention.solve import inverse_factor
 from softfree.ops.shared import devices
 from softfree.ops.shared.devices import as_for_ampere
 from softfree.ops.shared.launching import Chain, Launch, Part, Room, Step, launch
+from softfree.ops.shared.precision import exactly
 from softfree.ops.shared.registration import LEFT_OUT
-from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
+from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_layout
 
 # Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
 MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
@@ -188,7 +190,7 @@ def _fits(dtype: torch.dtype, hopper: bool, block_m: int, widest: int) -> bool:
 class _Call:
     """What follows from sizes, strides and settings: blocks, grids, and the kernels' launches but for their tensors.
 
-    Made once, by :func:`_call`; a property is computed where it is first needed.
+    Made once, by :func:`remembered_call`; a property is computed where it is first needed.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class _Call:
         strides: dict[str, tuple[int, ...]],
     ):
         q, k, v, landmarks = sizes
-        self.settings, self.device, self.strides = settings, device, strides
+        self.settings, self.device = settings, device
         self.newton = settings.inverse.method == "newton"
         self.shape = shape = _Shape.of(landmarks, v[3], dtype, device)
         self.rows, self.fused = shape.rows, shape.fused
@@ -216,6 +218,11 @@ class _Call:
             HAS_LANDMARK_MASK=self.has_landmark_mask,
         )  # fmt: skip
         self.small = (shape.rows, shape.m, shape.d_v)  # of W and dU
+        self.x = token_layout(q[0], q[1], q[2], v[3])
+        self.grad_q, self.grad_v = token_layout(*q), token_layout(*v)
+        self.grad_k = self.grad_q if k is None else token_layout(*k)
+        results = "x", "grad_q", "grad_k", "grad_v"
+        self.strides = {name: getattr(self, name)[1] for name in results} | strides
         self.inverse = _inverse_shape(landmarks, shape.hopper, settings)
         self.sums = sums_shape(*(torch.empty(size, device="meta") for size in (v, landmarks)))
         self.keeps_sums = math.prod(self.sums) > 0
@@ -386,19 +393,31 @@ class _Call:
         return Launch(spread_kernel, (shape.rows * count,), values, **options)
 
     @functools.cached_property
+    def given(self) -> tuple[list[Part], int]:
+        """The tokens, landmarks and masks of a chain's tensors, and how many they are.
+
+        A chain is called with the tensors that there are. What is not there stands where q is, and is not read.
+        """
+        there = True, self.cross, True, True, self.has_key_mask, self.has_landmark_mask
+        numbers = itertools.count()
+        return [Part(next(numbers) if one else 0) for one in there], sum(there)
+
+    @functools.cached_property
     def forward_chain(self) -> tuple[Chain, Room]:
-        """Of q, keys, v, landmarks, masks of keys and landmarks, x, the room it needs, inverse and u."""
-        *tokens, x, _, inverse, u = map(Part, range(10))
-        room = Room(7)
+        """Of the tensors given, x, the inverse, and U and room where they are needed."""
+        tokens, count = self.given
+        x, inverse = Part(count), Part(count + 1)
+        u = Part(count + 2) if self.keeps_sums else inverse  # not read
+        room = Room(count + 2 + self.keeps_sums)
         return Chain(self.forward_steps(tokens, x, inverse, u, room)), room
 
     @functools.cached_property
     def passing_chain(self) -> tuple[Chain, Room]:
-        """The same with inverse and u in the room, which nobody keeps."""
-        *tokens, x = map(Part, range(7))
-        room = Room(7)
+        """Of the tensors given, x, and the room it needs, inverse and U included: nobody keeps them."""
+        tokens, count = self.given
+        room = Room(count + 1)
         inverse, u = room.part(self.inverse), room.part(self.sums)
-        return Chain(self.forward_steps(tokens, x, inverse, u, room)), room
+        return Chain(self.forward_steps(tokens, Part(count), inverse, u, room)), room
 
     def forward_steps(
         self, tokens: Sequence[Part], x: Part, inverse: Part, u: Part, room: Room
@@ -429,10 +448,13 @@ class _Call:
 
     @functools.cached_property
     def backward_chain(self) -> tuple[Chain, Room]:
-        """Of the gradient, q, keys, v, landmarks, their masks, inverse, u, the four gradients, and of the room it needs."""
-        grad, *tokens = map(Part, range(7))
-        inverse, u, *gradients = map(Part, range(7, 13))
-        room = Room(13)
+        """Of the tensors given, the gradient, the inverse, those of q, v, landmarks, and where needed of k, U and room."""
+        tokens, count = self.given
+        grad, inverse, grad_q, grad_v, grad_landmarks = map(Part, range(count, count + 5))
+        grad_k = Part(count + 5) if self.cross else grad_q
+        u = Part(count + 5 + self.cross) if self.keeps_sums else inverse  # not read
+        room = Room(count + 5 + self.cross + self.keeps_sums)
+        gradients = grad_q, grad_k, grad_v, grad_landmarks
         return Chain(self.backward_steps((grad, *tokens), inverse, u, gradients, room)), room
 
     def backward_steps(
@@ -574,37 +596,51 @@ class _Call:
         )  # fmt: skip
 
 
-def _call(inputs: Inputs, settings: AttentionSettings, **tokens: Tensor) -> _Call:
-    """The call of these sizes and settings, and of these tokens' strides."""
-    q, k, v, landmarks, key_mask, landmark_mask = inputs
-    return remembered_call(
-        (q.shape, None if k is None else k.shape, v.shape, landmarks.shape),
-        (key_mask is not None, landmark_mask is not None),
-        q.dtype,
-        q.device,
-        settings,
-        (*tokens,),
-        (*[tensor.stride() for tensor in tokens.values()],),
-    )
+FORWARD_NAMES = "q", "keys", "v"
+BACKWARD_NAMES = "grad", *FORWARD_NAMES
+INTO_NAMES = *BACKWARD_NAMES, "grad_q", "grad_v"
 
 
 @functools.lru_cache(maxsize=1024)
 def remembered_call(sizes, masks, dtype, device, settings, names, strides):
+    """The call of these sizes and settings, and of these tokens' strides; results are laid out as tokens by default."""
     return _Call(sizes, masks, dtype, device, settings, dict(zip(names, strides, strict=True)))
 
 
-def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tokens by rows, the keys among them, landmarks, masks as bytes; no mask is a pointer that is not read."""
+def _tensors(inputs: Inputs) -> Inputs:
+    """Tokens by rows, landmarks, masks as bytes."""
     q, k, v, landmarks, key_mask, landmark_mask = inputs
-    q = q if q.stride(3) == 1 else q.contiguous()
-    return (
-        q,
-        q if k is None else _rows(k),
-        v if v.stride(3) == 1 else v.contiguous(),
+    if (
+        q.stride(3) == v.stride(3) == 1
+        and k is key_mask is landmark_mask is None
+        and landmarks.is_contiguous()
+    ):
+        return inputs
+    return Inputs(
+        _rows(q),
+        None if k is None else _rows(k),
+        _rows(v),
         landmarks.contiguous(),
-        q if key_mask is None else key_mask.contiguous().view(torch.uint8),
-        q if landmark_mask is None else landmark_mask.contiguous().view(torch.uint8),
+        None if key_mask is None else key_mask.contiguous().view(torch.uint8),
+        None if landmark_mask is None else landmark_mask.contiguous().view(torch.uint8),
     )
+
+
+def _there(inputs: Inputs) -> list[Tensor]:
+    return [tensor for tensor in inputs if tensor is not None]
+
+
+def _filled(inputs: Inputs) -> tuple[Tensor, ...]:
+    """With the queries in the place of what is not there."""
+    return (*[inputs.q if tensor is None else tensor for tensor in inputs],)
+
+
+def _needed(call: _Call, u: Tensor, room: Room, like: Tensor) -> list[Tensor]:
+    """Of U and room, those that a chain takes."""
+    needed = [u] if call.keeps_sums else []
+    if room.bytes:
+        needed.append(room.empty(like))
+    return needed
 
 
 def forward(
@@ -614,21 +650,35 @@ def forward(
 
     Inverse and U are left out where they are not to be ``keep``-t.
     """
-    q, keys, v, landmarks, key_mask, landmark_mask = _tensors(inputs)
-    x = token_tensor(q, v.shape[3])
-    call = _call(inputs, settings, q=q, keys=keys, v=v, x=x)
+    q, k, v, landmarks, key_mask, landmark_mask = inputs = _tensors(inputs)
+    strides = q.stride()
+    call = remembered_call(
+        (q.shape, None if k is None else k.shape, v.shape, landmarks.shape),
+        (key_mask is not None, landmark_mask is not None), q.dtype, q.device, settings,
+        FORWARD_NAMES, (strides, strides if k is None else k.stride(), v.stride()),
+    )  # fmt: skip
+    x = q.new_empty_strided(*call.x)
     if call.fused and not keep and call.rows > 0:
         chain, room = call.passing_chain
-        chain(q, keys, v, landmarks, key_mask, landmark_mask, x, room.empty(q.device))
+        chain(*_there(inputs), x, room.empty(q))
         return x, LEFT_OUT, LEFT_OUT
     inverse, u = _float32(q, call.inverse), _float32(q, call.sums)
     if call.rows == 0:
         return x, inverse, u
     if call.fused:
         chain, room = call.forward_chain
-        scratch = room.empty(q.device) if room.bytes else x
-        chain(q, keys, v, landmarks, key_mask, landmark_mask, x, scratch, inverse, u)
+        chain(*_there(inputs), x, inverse, *_needed(call, u, room, q))
         return x, inverse, u
+    with exactly(q.device):
+        return _forward_in_parts(call, inputs, x, u)
+
+
+def _forward_in_parts(
+    call: _Call, inputs: Inputs, x: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the m x m part takes more than a program."""
+    q, keys, v, landmarks, key_mask, landmark_mask = _filled(inputs)
+    settings = call.settings
     parts = _float32(q, call.key_parts)
     call.collect_values(keys, v, v, landmarks, key_mask, landmark_mask, parts, parts)
     sums = _sum(parts, call.shape)
@@ -652,26 +702,54 @@ def backward(
     settings: AttentionSettings,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`softfree.ops.attention.chunked.backward`; the gradients of q and v go ``into`` tensors given."""
-    tokens = q, keys, v, landmarks, _, landmark_mask = _tensors(inputs)
-    grad_q, grad_v = into or (token_tensor(q, q.shape[3]), token_tensor(v, v.shape[3]))
-    grad_k = grad_q if inputs.k is None else token_tensor(keys, q.shape[3])
-    grad_landmarks = torch.empty_like(landmarks)
-    grad = _rows(grad)
-    call = _call(
-        inputs, settings, grad=grad, q=q, keys=keys, v=v, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
+    """As :func:`softfree.ops.attention.chunked.backward`; the gradient of k is left out where there is none.
+
+    Those of q and v go ``into`` tensors given.
+    """
+    q, k, v, landmarks, key_mask, landmark_mask = inputs = _tensors(inputs)
+    grad, strides = _rows(grad), q.stride()
+    call = remembered_call(
+        (q.shape, None if k is None else k.shape, v.shape, landmarks.shape),
+        (key_mask is not None, landmark_mask is not None), q.dtype, q.device, settings,
+        BACKWARD_NAMES if into is None else INTO_NAMES,
+        (
+            grad.stride(), strides, strides if k is None else k.stride(), v.stride(),
+            *([] if into is None else [into[0].stride(), into[1].stride()]),
+        ),
     )  # fmt: skip
-    shape = call.shape
-    found = grad_q, grad_k if call.cross else LEFT_OUT, grad_v, grad_landmarks
+    grad_q, grad_v = into or (
+        q.new_empty_strided(*call.grad_q),
+        q.new_empty_strided(*call.grad_v),
+    )
+    grad_k = LEFT_OUT if k is None else q.new_empty_strided(*call.grad_k)
+    found = grad_q, grad_k, grad_v, torch.empty_like(landmarks)
     if call.rows == 0:
         return found
     if call.fused:
         chain, room = call.backward_chain
-        scratch = room.empty(q.device) if room.bytes else q
+        of_keys = () if k is None else (grad_k,)
         chain(
-            grad, *tokens, inverse, u, grad_q, grad_k, grad_v, grad_landmarks, scratch
+            *_there(inputs), grad, inverse, grad_q, grad_v, found[3], *of_keys,
+            *_needed(call, u, room, q),
         )  # fmt: skip
         return found
+    with exactly(q.device):
+        _backward_in_parts(call, grad, inputs, inverse, u, found)
+    return found
+
+
+def _backward_in_parts(
+    call: _Call,
+    grad: Tensor,
+    inputs: Inputs,
+    inverse: Tensor,
+    u: Tensor,
+    found: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Where the m x m part takes more than a program; writes the gradients ``found``."""
+    tokens = q, *_, landmarks, _, landmark_mask = _filled(inputs)
+    grad_q, grad_k, grad_v, grad_landmarks = found
+    shape = call.shape
     dw_parts = _float32(q, call.query_parts)
     if call.keeps_sums:
         u_parts = u.view(shape.rows, 1, shape.m, shape.d_v)
@@ -683,15 +761,16 @@ def backward(
     done = torch.zeros((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
     points, mask = landmarks.float(), inputs.landmark_mask
     if mask is not None:
+        mask = mask.view(torch.bool)
         points = torch.where(mask[:, None, :, None], points, 0)
     w, du, through_inverse = torch_mixing.mixing_backward(
         _sum(dw_parts, shape), _sum(u_parts, shape),
-        _landmark_matrix(call, landmarks, landmark_mask), inverse, points, mask, settings,
+        _landmark_matrix(call, landmarks, landmark_mask), inverse, points, mask, call.settings,
     )  # fmt: skip
     w, du = w.contiguous(), du.contiguous()
     dl[:, 0] = through_inverse.flatten(0, 1)
+    grad_k = grad_k if call.cross else grad_q
     spread(grad, *tokens, w, du, grad_q, grad_k, grad_v, dl, done, grad_landmarks)
-    return found
 
 
 def _landmark_matrix(call: _Call, landmarks: Tensor, landmark_mask: Tensor) -> Tensor:
@@ -754,7 +833,7 @@ def _parts_at_once(parts: int, rows: int, columns: int) -> int:
 
 
 def _float32(like: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    return torch.empty(sizes, dtype=torch.float32, device=like.device)
+    return like.new_empty(sizes, dtype=torch.float32)
 
 
 def _sum(parts: Tensor, shape: _Shape) -> Tensor:
