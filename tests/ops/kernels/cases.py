@@ -34,6 +34,7 @@ class Case:
     ridge: float = 0.0
     iterations: int = 20
     inverse: str = "newton"
+    order: int = 2
 
 
 SMALL = {
@@ -44,6 +45,18 @@ SMALL = {
     "ridge": Case(40, 9, 8, normalize=False, start="scaled", ridge=0.01),
     "many steps": Case(20, 3, 8, iterations=40),
     "solve": Case(40, 9, 8, key_mask=True, landmark_mask=True, inverse="solve", ridge=0.1),
+    "solve, cross": Case(
+        21,
+        37,
+        16,
+        n_k=50,
+        d_v=24,
+        key_mask=True,
+        normalize=False,
+        inverse="solve",
+        order=1,
+        ridge=0.01,
+    ),
     "landmarks in tiles": Case(45, 40, 40, key_mask=True, landmark_mask=True),
     "landmarks in tiles, cross": Case(33, 50, 48, n_k=21, d_v=20, key_mask=True),
     "landmarks beyond the registers": Case(80, 70, 16, batch=1, landmark_mask=True),
@@ -55,7 +68,9 @@ LARGE = {
     "stage 1, smooth": Case(3136, 49, 32, smooth=True),
     "stage 2, masked": Case(785, 49, 32, key_mask=True, landmark_mask=True, smooth=True),
     "stage 3": Case(196, 49, 32, normalize=False, start="scaled", ridge=0.01, heads=5),
+    "stage 3, solve": Case(196, 49, 32, heads=5, inverse="solve", ridge=0.1),
     "stage 4": Case(50, 50, 32, heads=8),
+    "stage 4, solve": Case(49, 49, 32, heads=8, smooth=True, inverse="solve", ridge=0.1),
     "cross": Case(2000, 7, 16, n_k=1500, d_v=24, key_mask=True),
     "long, masked": Case(20000, 49, 32, key_mask=True, batch=1),
     "few landmarks": Case(1500, 3, 32),
@@ -106,7 +121,7 @@ def results(
     settings: dict[str, object] = dict(case=case)
     if backend != "plain":
         attend = softfree.soft_attention
-        names = ("normalize", "start", "ridge", "iterations", "inverse")
+        names = ("normalize", "start", "ridge", "iterations", "inverse", "order")
         settings = {name: getattr(case, name) for name in names} | dict(backend=backend)
     x = attend(**inputs, **masks, **settings)
     if backend == "triton":  # which does not keep then what a gradient needs
@@ -135,7 +150,7 @@ def plain_attention(
         r, p = (torch.where(landmark_mask[:, None, None, :], t, 0) for t in (r, p))
     if key_mask is not None:
         p, v = (torch.where(key_mask[:, None, :, None], t, 0) for t in (p, v))
-    inverse = InverseSettings.of(case.inverse, case.iterations, case.start, case.ridge, 2)
+    inverse = InverseSettings.of(case.inverse, case.iterations, case.start, case.ridge, case.order)
     settings = AttentionSettings(scale, case.normalize, inverse)
     a = mixing.landmark_matrix(landmarks.float(), landmark_mask, scale)
     if case.inverse == "solve":

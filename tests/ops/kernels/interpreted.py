@@ -15,7 +15,7 @@ import torch
 
 from softfree.ops.attention import chunked
 from softfree.ops.attention.kernels import launch
-from softfree.ops.attention.settings import AttentionSettings
+from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.shared import devices
 from softfree.ops.shared.registration import flatten
 
@@ -37,6 +37,14 @@ def poison() -> None:
         setattr(owner, name, poisoned(getattr(owner, name)))
 
 
+def kept_inverses() -> list[torch.Tensor]:
+    """Newton's and a solve's, as a forward pass keeps them for a backward one."""
+    q = torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    inputs = Inputs(q, None, q, q[:, :, ::2].contiguous(), None, None)
+    methods = InverseSettings(), InverseSettings.solve(None, 2)
+    return [launch.forward(inputs, AttentionSettings(0.4, inverse=way))[1] for way in methods]
+
+
 def main() -> None:
     torch.manual_seed(0)
     for m, kept in (
@@ -50,13 +58,15 @@ def main() -> None:
         )
         assert torch.ops.softfree.attention(*arguments)[1].shape == (1, 1, *kept)
     poison()
+    inverses = []
     for path, tokens in (("one launch", 1024), ("three launches", 0)):
         launch.remembered_call.cache_clear()
-        launch.ONE_LAUNCH = ((tokens, 1000),)
+        launch.ONE_LAUNCH = dict.fromkeys(launch.ONE_LAUNCH, ((tokens, 1000),))
         chunked.FEW_TOKENS = tokens or 60  # in three launches some cases keep U, others do not
         devices.processors = lambda device: (
             6
         )  # several programs per head, so that parts are added up
+        inverses.append(kept_inverses())
         for name, case in cases.SMALL.items():
             for dtype in (torch.float32, torch.float16):
                 # So many landmarks go one way whatever the tokens, and take most of the time.
@@ -65,6 +75,8 @@ def main() -> None:
                 found = cases.errors(case, dtype, "cpu")
                 line = {"path": path, "case": name, "dtype": str(dtype), "errors": found}
                 print(json.dumps(line), flush=True)
+    # So that either backward pass may follow either forward pass.
+    assert all(map(torch.equal, *inverses))
 
 
 if __name__ == "__main__":

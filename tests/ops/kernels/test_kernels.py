@@ -92,16 +92,28 @@ def test_kernels_compile_and_fit_the_chip(architecture):
 @pytest.mark.slow
 def test_kernels_of_a_solve_compile_and_fit_the_chip():
     calls = [
-        dict(architecture=architecture, n=3136, m=m, d=32, masked=True, inverse="solve")
-        for architecture, m in ((80, 49), (90, 49), (90, 100))
+        dict(architecture=architecture, n=n, m=m, d=32, masked=True, inverse="solve")
+        for n, m, architecture in (
+            (196, 49, 80),
+            (196, 49, 90),
+            (3136, 49, 80),
+            (3136, 49, 90),
+            (3136, 100, 90),
+        )
     ]
+    # Some for the factor, which is held to fewer registers than it would take, for more programs on a processor.
+    allowed = {"short_forward_kernel": 0, "short_backward_kernel": 2048, "factor_kernel": 256}
     for call, kernels in compiled(calls):
-        assert {"factor_kernel", "solve_kernel", "mixing_backward_kernel"} < names(kernels), call
+        if call["n"] == 196:
+            assert names(kernels) == {"short_forward_kernel", "short_backward_kernel"}, call
+        else:
+            assert {"factor_kernel", "solve_kernel", "mixing_backward_kernel"} < names(kernels), (
+                call
+            )
         for kernel in kernels:
             assert kernel["shared"] <= 163 * 1024, (call, kernel)
-            if kernel["name"] == "factor_kernel" and call["m"] == 49:
-                # Some, since it is held to fewer registers than it would take, for more programs on a processor.
-                assert kernel["spilled"] <= 256, (call, kernel)
+            if call["m"] == 49 and kernel["name"] in allowed:
+                assert kernel["spilled"] <= allowed[kernel["name"]], (call, kernel)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from .gpu import (
 
 pytestmark = ON_GPU
 CASES = {**SMALL, **{f"{name} (large)": case for name, case in LARGE.items()}}
-TYPICAL = LARGE["stage 1"], LARGE["stage 3"]
+TYPICAL = {name: LARGE[name] for name in ("stage 1", "stage 3", "stage 3, solve")}
 
 
 def attend(q: torch.Tensor, v: torch.Tensor, landmarks: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_result_and_gradients_are_as_exact_as_plain_pytorch(name, dtype):
         assert error <= allowed, part
 
 
-@pytest.mark.parametrize("case", TYPICAL, ids=["three launches", "one launch"])
+@pytest.mark.parametrize("case", TYPICAL.values(), ids=TYPICAL)
 def test_twice_gives_the_same_bits(case):
     tensors = arguments(case, "cuda")
     once, again = (results(case, tensors, torch.bfloat16, "triton") for _ in range(2))
@@ -45,7 +45,7 @@ def test_twice_gives_the_same_bits(case):
         assert torch.equal(once[name], again[name]), name
 
 
-@pytest.mark.parametrize("case", TYPICAL, ids=["three launches", "one launch"])
+@pytest.mark.parametrize("case", TYPICAL.values(), ids=TYPICAL)
 def test_a_sample_alone_equals_the_sample_in_a_batch(case):
     tensors = arguments(case, "cuda")
     alone = {name: t if t is None else t[1:] for name, t in tensors.items()}

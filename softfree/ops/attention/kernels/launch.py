@@ -55,7 +55,7 @@ MAX_SPLIT_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's r
 # One launch each way, a program per head, up to so many tokens while the heads are at most so many per processor.
 # With more heads the token passes of their own keep more programs on a processor. One launch does not keep U, so
 # its tokens are at most ``chunked.FEW_TOKENS``.
-ONE_LAUNCH = ((1024, 1), (256, 4))
+ONE_LAUNCH = {"newton": ((1024, 1), (256, 4)), "solve": ((1024, 1), (256, 4))}
 
 
 class Tile(NamedTuple):
@@ -205,6 +205,7 @@ class _Call:
         q, k, v, landmarks = sizes
         self.settings, self.device = settings, device
         self.newton = settings.inverse.method == "newton"
+        self.order = 0 if self.newton else settings.inverse.order
         self.shape = shape = _Shape.of(landmarks, v[3], dtype, device)
         self.rows, self.fused = shape.rows, shape.fused
         self.cross = k is not None
@@ -233,8 +234,9 @@ class _Call:
         shape, n = self.shape, max(self.n, self.n_k)
         count = devices.processors(self.device)
         fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS
-        few = any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
-        return self.newton and fits and few
+        limits = ONE_LAUNCH[self.settings.inverse.method]
+        few = any(n <= tokens and shape.rows <= heads * count for tokens, heads in limits)
+        return fits and few
 
     def deal(self, n: int, tile: Tile) -> tuple[int, int]:
         """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
@@ -258,7 +260,7 @@ class _Call:
         tile = _tile(kernel, self.shape)
         return self.blocks | self.flags | dict(
             BLOCK_N=tile.tokens, HAS_KEY_MASK=self.has_key_mask, NORMALIZE=self.settings.normalize,
-            num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
+            ORDER=self.order, num_warps=tile.warps, num_stages=tile.stages, **as_for_ampere(),
         )  # fmt: skip
 
     @property
@@ -277,7 +279,7 @@ class _Call:
             *self.strides_of("q", "keys", "v", "x"), self.scale, self.log2_scale,
             inverse.iterations, inverse.ridge,
         )  # fmt: skip
-        options = self.short("short_forward") | self.steps
+        options = self.short("short_forward") | self.steps | self.factor_tiles
         return Launch(short_forward_kernel, (shape.rows,), values, **options)
 
     @functools.cached_property
@@ -352,16 +354,22 @@ class _Call:
         """Whether the next kernel runs beside the factorisation, of which it needs nothing."""
         return self.shape.tiles == 1 and devices.can_overlap(self.device)
 
+    @property
+    def factor_tiles(self) -> dict[str, int]:
+        """The tiles of a factorisation; none for Newton's steps."""
+        tile, _ = FACTOR_TILE[self.shape.block_m > 64]
+        return dict(COUNT=0 if self.newton else tiles_of(self.shape.m, tile), TILE=tile)
+
     @functools.cached_property
     def factor(self) -> Launch:
         """The inverse Cholesky factor."""
         shape = self.shape
-        tile, warps = FACTOR_TILE[shape.block_m > 64]
+        _, warps = FACTOR_TILE[shape.block_m > 64]
         values = (shape.heads, shape.m, shape.d, self.scale, self.settings.inverse.ridge)
         registers = {"maxnreg": 168} if warps == 1 and not devices.interpreted() else {}
         return Launch(
             factor_kernel, (shape.rows,), values,
-            COUNT=tiles_of(shape.m, tile), TILE=tile, BLOCK_D=shape.block_d,
+            BLOCK_D=shape.block_d, **self.factor_tiles,
             HAS_LANDMARK_MASK=self.has_landmark_mask, NORMALIZE=self.settings.normalize,
             FLOAT32=self.flags["FLOAT32"], OVERLAP=self.overlap, num_warps=warps, **registers,
         )  # fmt: skip
@@ -442,7 +450,10 @@ class _Call:
 
     @functools.cached_property
     def short_backward(self) -> Launch:
-        values = (*self.backward_sizes, *self.backward_strides, self.scale, self.log2_scale)
+        values = (
+            *self.backward_sizes, *self.backward_strides, self.scale, self.log2_scale,
+            self.settings.inverse.ridge,
+        )  # fmt: skip
         options = self.short("short_backward") | dict(CROSS=self.cross)
         return Launch(short_backward_kernel, (self.shape.rows,), values, **options)
 
@@ -551,8 +562,7 @@ class _Call:
             shape.tiles, self.scale, settings.inverse.ridge,
         )  # fmt: skip
         return Launch(
-            mixing_backward_kernel, (shape.rows,), values,
-            ORDER=0 if self.newton else settings.inverse.order,
+            mixing_backward_kernel, (shape.rows,), values, ORDER=self.order,
             PARTS=_parts_at_once(max(parts), shape.block_m, shape.block_c),
             NORMALIZE=settings.normalize, FLOAT32=self.flags["FLOAT32"], **self.blocks,
             num_warps=_tile("mixing_backward", shape).warps, **as_for_ampere(),

@@ -7,15 +7,19 @@ from softfree.ops.attention.kernels.common import present_landmarks, scaled_prod
 from softfree.ops.attention.kernels.mixing import (
     landmark_gradient,
     landmark_matrix,
+    load_lower,
+    load_normalizer,
     load_small,
     load_triangle,
     mixing_matrix,
     newton_gradient,
     newton_inverse,
     normalizer,
+    solve_gradient,
     store_small,
     store_triangle,
 )
+from softfree.ops.attention.kernels.solve import factor_landmarks, solve_sums
 from softfree.ops.attention.kernels.tokens import (
     collect_tokens,
     load_landmarks,
@@ -33,19 +37,30 @@ def short_forward_kernel(
     x_batch, x_head, x_stride, scale, log2_scale, iterations, ridge,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
-    HALVING: tl.constexpr, SPLIT: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    FLOAT32: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr,
+    HALVING: tl.constexpr, SPLIT: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads q, k, v, landmarks; writes the result and the inverse."""
+    """Grid (batch * heads,). Reads q, k, v, landmarks; writes the result and the inverse.
+
+    ORDER is 0 for Newton's steps, taken by HALVING and SPLIT, else that of the solve, in COUNT tiles of TILE landmarks.
+    """
     head = tl.program_id(0).to(tl.int64)
     batch = head // heads
     column = head % heads
     p_l += head * m * d
     p_landmark_mask += batch * m
-    b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
-    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, True)
-    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
-    b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, SPLIT)
-    store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
+    if ORDER == 0:
+        b_present = present_landmarks(p_landmark_mask, m, BLOCK_M, HAS_LANDMARK_MASK)
+        b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, True)
+        b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+        b_y = newton_inverse(b_a, iterations, ridge, BLOCK_M, HALVING, SPLIT)
+        store_triangle(p_inverse + head * (m * (m + 1) // 2), b_y, m, BLOCK_M)
+    else:
+        p_inverse += head * (m * (m + 3) // 2)
+        factor_landmarks(
+            p_l, p_landmark_mask, p_inverse, m, d, scale, ridge,
+            COUNT, TILE, BLOCK_D, HAS_LANDMARK_MASK, NORMALIZE, FLOAT32,
+        )  # fmt: skip
     b_l, b_centre, b_bias, _ = load_landmarks(
         p_l, p_landmark_mask, m, d, log2_scale, BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32
     )
@@ -56,7 +71,11 @@ def short_forward_kernel(
         b_l, b_centre, b_bias, log2_scale,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, HAS_KEY_MASK, FLOAT32, PRECISION,
     )  # fmt: skip
-    b_w = scaled_product(mixing_matrix(b_y, b_root), b_u)
+    if ORDER == 0:
+        b_w = scaled_product(mixing_matrix(b_y, b_root), b_u)
+    else:
+        tl.debug_barrier()  # what some threads have stored of the factor all of them load
+        b_w = solve_sums(p_inverse, b_u, m, ridge, BLOCK_M, NORMALIZE, ORDER)
     b_w = narrow(b_w, p_q)
     spread_tokens(
         p_q + batch * q_batch + column * q_head, p_x + batch * x_batch + column * x_head,
@@ -72,12 +91,12 @@ def short_backward_kernel(
     heads, n, n_k, m, d, d_v,
     g_batch, g_head, g_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
     v_batch, v_head, v_stride, dq_batch, dq_head, dq_stride, dk_batch, dk_head, dk_stride,
-    dv_batch, dv_head, dv_stride, scale, log2_scale,
+    dv_batch, dv_head, dv_stride, scale, log2_scale, ridge,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     CROSS: tl.constexpr, HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads the forward pass's input and G; writes all gradients."""
+    """Grid (batch * heads,). Reads the forward pass's input, its inverse, and G; writes all gradients."""
     head = tl.program_id(0).to(tl.int64)
     batch = head // heads
     column = head % heads
@@ -105,12 +124,19 @@ def short_backward_kernel(
             b_l, b_centre, b_bias, log2_scale,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, HAS_KEY_MASK, FLOAT32, PRECISION,
         )  # fmt: skip
-    b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
-    b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
-    b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+    if ORDER == 0:
+        b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
+        b_root = normalizer(b_a, NORMALIZE, BLOCK_M)
+        b_y = load_triangle(p_inverse + head * (m * (m + 1) // 2), m, BLOCK_M)
+        b_w, b_du, b_da = newton_gradient(b_y, b_root, b_u, b_dw)
+    else:
+        p_inverse += head * (m * (m + 3) // 2)
+        b_root = load_normalizer(p_inverse + m * (m + 1) // 2, m, NORMALIZE, BLOCK_M)
+        b_m = load_lower(p_inverse, m, BLOCK_M)
+        b_w, b_du, b_da = solve_gradient(b_m, b_root, b_u, b_dw, ridge, ORDER, FLOAT32)
+        b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
     b_plain = load_small(p_l, m, d, BLOCK_M, BLOCK_D)
     b_plain = tl.where(b_present[:, None], b_plain, 0.0)
-    b_w, b_du, b_da = newton_gradient(b_y, b_root, b_u, b_dw)
     b_dl = landmark_gradient(
         b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_plain, scale, NORMALIZE, FLOAT32
     )

@@ -241,28 +241,51 @@ def store_normalizers(p_root, tiles, m, COUNT: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
+def factor_landmarks(
+    p_l, p_landmark_mask, p_factor, m, d, scale, ridge,
+    COUNT: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Write M's lower triangle of one head and, to NORMALIZE, D^-1/2 behind it; COUNT tiles of TILE cover the landmarks."""
+    blocks, present = landmark_blocks(
+        p_l, p_landmark_mask, m, d, COUNT, TILE, BLOCK_D, HAS_LANDMARK_MASK
+    )
+    tiles = landmark_tiles(p_l, blocks, present, d, scale, COUNT, TILE, FLOAT32)
+    if NORMALIZE:
+        store_normalizers(p_factor + m * (m + 1) // 2, tiles, m, COUNT, TILE)
+    store_factor(p_factor, inverse_factor(tiles, m, ridge, COUNT, TILE), m, COUNT, TILE)
+
+
+@triton.jit
 def factor_kernel(
     p_l, p_landmark_mask, p_factor, heads, m, d, scale, ridge,
     COUNT: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads landmarks; writes M's lower triangle and, to NORMALIZE, D^-1/2 behind it.
-
-    COUNT tiles of TILE cover the landmarks. With OVERLAP the next kernel may begin as soon as all programs have.
-    """
+    """Grid (batch * heads,). Reads landmarks; writes the factor. With OVERLAP the next kernel may begin as soon as all programs have."""
     if OVERLAP:
         gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
-    p_l += head * m * d
-    p_factor += head * (m * (m + 3) // 2)
-    blocks, present = landmark_blocks(
-        p_l, p_landmark_mask + (head // heads) * m, m, d, COUNT, TILE, BLOCK_D, HAS_LANDMARK_MASK
-    )
-    tiles = landmark_tiles(p_l, blocks, present, d, scale, COUNT, TILE, FLOAT32)
-    if NORMALIZE:
-        store_normalizers(p_factor + m * (m + 1) // 2, tiles, m, COUNT, TILE)
-    store_factor(p_factor, inverse_factor(tiles, m, ridge, COUNT, TILE), m, COUNT, TILE)
+    factor_landmarks(
+        p_l + head * m * d, p_landmark_mask + (head // heads) * m, p_factor + head * (m * (m + 3) // 2),
+        m, d, scale, ridge, COUNT, TILE, BLOCK_D, HAS_LANDMARK_MASK, NORMALIZE, FLOAT32,
+    )  # fmt: skip
+
+
+@triton.jit
+def solve_sums(
+    p_factor, b_u, m, ridge, BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr, ORDER: tl.constexpr
+):
+    """W = Y' U (M, C) by what :func:`factor_landmarks` wrote."""
+    b_root = load_normalizer(p_factor + m * (m + 1) // 2, m, NORMALIZE, BLOCK_M)
+    size = largest(b_u) / solve_bound(ridge)
+    b_x = b_root[:, None] * b_u * (1.0 / size)
+    b_high, b_low = halves(load_lower(p_factor, m, BLOCK_M))
+    b_w = solve_by(b_high, b_low, b_x)
+    if ORDER == 2:
+        b_w = solve_by(b_high, b_low, b_x + ridge * b_w)
+    return b_w * (size * b_root)[:, None]
 
 
 @triton.jit
@@ -273,17 +296,10 @@ def solve_kernel(
 ):  # fmt: skip
     """Grid (batch * heads,). Reads what the factor kernel wrote and the parts of U; writes W = Y' U and, to KEEP it, U."""
     head = tl.program_id(0).to(tl.int64)
-    p_factor += head * (m * (m + 3) // 2)
     p_parts += head * parts * m * d_v
     b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)
     if KEEP:
         store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
-    b_root = load_normalizer(p_factor + m * (m + 1) // 2, m, NORMALIZE, BLOCK_M)
-    size = largest(b_u) / solve_bound(ridge)
-    b_x = b_root[:, None] * b_u * (1.0 / size)
-    b_high, b_low = halves(load_lower(p_factor, m, BLOCK_M))
-    b_w = solve_by(b_high, b_low, b_x)
-    if ORDER == 2:
-        b_w = solve_by(b_high, b_low, b_x + ridge * b_w)
-    b_w *= (size * b_root)[:, None]
+    p_factor += head * (m * (m + 3) // 2)
+    b_w = solve_sums(p_factor, b_u, m, ridge, BLOCK_M, NORMALIZE, ORDER)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
