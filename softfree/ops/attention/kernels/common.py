@@ -107,13 +107,13 @@ def product(b_a, b_b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def exact_product(b_a, b_b, PRECISION: tl.constexpr):
-    """``a @ b`` with ``a`` float32 kept to 16 bits where ``b`` is bfloat16 (which is exact as it is)."""
+def add_exact_product(b_sum, b_a, b_b, PRECISION: tl.constexpr):
+    """``sum + a @ b`` with ``a`` float32 kept to 16 bits where ``b`` is bfloat16 (which is exact as it is)."""
     if b_b.dtype == tl.bfloat16:
-        b_high = cut_to_bfloat16(b_a, 0)
+        b_high = cut_to_bfloat16(b_a)
         b_low = (b_a - b_high).to(tl.bfloat16)
-        return tl.dot(b_high.to(tl.bfloat16), b_b, tl.dot(b_low, b_b))
-    return tl.dot(for_tf32(b_a, PRECISION), b_b.to(tl.float32), input_precision=PRECISION)
+        return tl.dot(b_high.to(tl.bfloat16), b_b, tl.dot(b_low, b_b, b_sum))
+    return tl.dot(for_tf32(b_a, PRECISION), b_b.to(tl.float32), b_sum, input_precision=PRECISION)
 
 
 @triton.jit
@@ -126,12 +126,12 @@ def for_tf32(b_x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def cut_to_bfloat16(b_x, add: tl.constexpr):
-    """float32 blocks with the lower 16 bits cut off; ``add=0x8000`` rounds.
+def cut_to_bfloat16(b_x):
+    """float32 blocks with the lower 16 bits cut off.
 
     By integer operations: a conversion to bfloat16 and back runs at the rate of the exponential.
     """
-    b_bits = (b_x.to(tl.uint32, bitcast=True) + add) & 0xFFFF0000
+    b_bits = b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000
     return b_bits.to(tl.float32, bitcast=True)
 
 

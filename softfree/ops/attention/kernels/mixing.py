@@ -6,7 +6,7 @@ import triton.language as tl
 from softfree.ops.attention import inverse
 from softfree.ops.attention.kernels.common import (
     LOW_SCALE,
-    exact_product,
+    add_exact_product,
     for_tf32,
     halves,
     largest,
@@ -496,7 +496,7 @@ def landmark_gradient(
         b_dl = scaled_product(b_e, b_l)
     else:
         b_e = for_tf32(b_e, "tf32")  # once for the product and the sums, which nearly cancel
-        b_dl = exact_product(b_e, b_l, "tf32")
+        b_dl = add_exact_product(tl.zeros(b_l.shape, tl.float32), b_e, b_l, "tf32")
     return b_dl - tl.sum(b_e, 1)[:, None] * b_l.to(tl.float32)
 
 

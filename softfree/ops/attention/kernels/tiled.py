@@ -107,10 +107,12 @@ def spread_tiled_backward_kernel(
             b_v = load_rows(p_v, v_stride, offs_n, present, d_v, BLOCK_C)
             b_du = narrow(load_small(p_du + first * d_v, m - first, d_v, BLOCK_M, BLOCK_C), p_t)
             b_e += like_product(b_v, tl.trans(b_du), PRECISION)
-            b_dv += product(tl.where(present[:, None], b_k, 0.0), b_du, PRECISION)
+            b_dv += product(b_k, b_du, PRECISION)
         b_dt += token_gradient(b_e * b_k, b_t, b_l, PRECISION)
     p_dt += batch * dt_batch + column * dt_head
     store_rows(p_dt, dt_stride, offs_n, inside, d, scale * b_dt, BLOCK_D)
     if KEYS:
         p_dv += batch * dv_batch + column * dv_head
+        if HAS_KEY_MASK:
+            b_dv = tl.where(present[:, None], b_dv, 0.0)
         store_rows(p_dv, dv_stride, offs_n, inside, d_v, b_dv, BLOCK_C)

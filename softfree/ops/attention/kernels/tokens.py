@@ -14,8 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from softfree.ops.attention.kernels.common import (
-    cut_to_bfloat16,
-    exact_product,
+    add_exact_product,
     for_tf32,
     kernel_of_landmarks,
     kernel_of_tokens,
@@ -28,6 +27,10 @@ from softfree.ops.attention.kernels.common import (
     store_rows,
 )
 from softfree.ops.attention.kernels.mixing import load_small, store_small, sum_parts
+
+# Of a matrix product. Sums of E are products with so many columns of ones: they take a tenth of the instructions
+# of sums across threads, and see E as rounded for the other products with it.
+LEAST_SIDE = tl.constexpr(16)
 
 
 @triton.jit
@@ -83,10 +86,10 @@ def collect_tokens(
         # Rows that are not there have g = 0 and v = 0, so their kernel values do not count.
         if QUERIES:
             b_g = load_rows(p_g, g_stride, offs_n, inside, d_v, BLOCK_C)
-            b_dw += exact_product(b_k, b_g, PRECISION)
+            b_dw = add_exact_product(b_dw, b_k, b_g, PRECISION)
         if KEYS:
             b_v = load_rows(p_v, v_stride, offs_n, present, d_v, BLOCK_C)
-            b_u += exact_product(b_k, b_v, PRECISION)
+            b_u = add_exact_product(b_u, b_k, b_v, PRECISION)
     return b_dw, b_u
 
 
@@ -193,7 +196,7 @@ def spread_backward_tokens(
     those through the inverse, so there E is kept to 16 bits.
     """
     b_dl = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    b_columns = tl.zeros((BLOCK_M,), tl.float32)
+    b_columns = tl.zeros((BLOCK_M, LEAST_SIDE), tl.float32)
     for start in range(first, last, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         inside = offs_n < last
@@ -213,14 +216,18 @@ def spread_backward_tokens(
             b_v = load_rows(p_v, v_stride, offs_n, present, d_v, BLOCK_C)
             b_e += like_product(b_v, tl.trans(b_du), PRECISION)
             if WRITE:
-                b_dv = product(tl.where(present[:, None], b_k, 0.0), b_du, PRECISION)
+                b_dv = product(b_k, b_du, PRECISION)
+                if HAS_KEY_MASK:
+                    b_dv = tl.where(present[:, None], b_dv, 0.0)
                 store_rows(p_dv, dv_stride, offs_n, inside, d_v, b_dv, BLOCK_C)
-        b_e = b_e * b_k
-        b_columns += tl.sum(b_e, 0)
-        b_dl += exact_product(tl.trans(b_e), b_t, PRECISION)
+        b_e *= b_k
+        b_dl = add_exact_product(b_dl, tl.trans(b_e), b_t, PRECISION)
+        b_ones = tl.full((BLOCK_N, LEAST_SIDE), 1.0, b_t.dtype)
+        b_columns = add_exact_product(b_columns, tl.trans(b_e), b_ones, PRECISION)
         if WRITE:
             b_dt = token_gradient(b_e, b_t, b_l, PRECISION)
             store_rows(p_dt, dt_stride, offs_n, inside, d, scale * b_dt, BLOCK_D)
+    b_columns = tl.sum(b_columns, 1) * (1.0 / LEAST_SIDE)
     return scale * (b_dl - b_columns[:, None] * b_l.to(tl.float32))
 
 
@@ -230,11 +237,9 @@ def token_gradient(b_e, b_t, b_l, PRECISION: tl.constexpr):
 
     Then its rounding acts on the differences L - T.
     """
-    if b_l.dtype == tl.bfloat16:
-        b_e = cut_to_bfloat16(b_e, 0x8000)
-    else:
-        b_e = for_tf32(b_e, PRECISION)
-    return product(b_e, b_l, PRECISION) - tl.sum(b_e, 1)[:, None] * b_t.to(tl.float32)
+    b_ones = tl.full((b_l.shape[0], LEAST_SIDE), 1.0, b_l.dtype)
+    b_sum = tl.sum(product(b_e, b_ones, PRECISION), 1) * (1.0 / LEAST_SIDE)
+    return product(b_e, b_l, PRECISION) - b_sum[:, None] * b_t.to(tl.float32)
 
 
 @triton.jit
