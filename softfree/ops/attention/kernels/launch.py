@@ -486,7 +486,7 @@ class _Call:
         u_parts = u if self.keeps_sums else room.part(self.key_parts)
         steps = self.collect_steps(given, dw_parts, u_parts)
         w, du = room.part(self.small), room.part(self.small)
-        dl = room.part((shape.rows, 1 + self.landmark_parts[0], shape.m, shape.d))
+        dl = room.part((shape.rows, self.written_parts, shape.m, shape.d))
         done = room.part((shape.rows, shape.tiles), torch.int32)
         sources = landmarks, landmark_mask, u_parts, dw_parts, inverse, w, du, dl, done
         steps += [(self.mixing_backward, sources)]
@@ -552,13 +552,19 @@ class _Call:
         key_stretches, key_stretch = self.deal(self.n_k, tile) if self.cross else (0, 0)
         return stretches + key_stretches, stretches, stretch, key_stretch
 
+    @property
+    def written_parts(self) -> int:
+        """Of dL, the inverse's among them. A single part of the tokens is added to that where it is made."""
+        parts = self.landmark_parts[0]
+        return 1 if parts == 1 else 1 + parts
+
     @functools.cached_property
     def mixing_backward(self) -> Launch:
         """W, dU and the inverse's part of dL."""
         shape, settings = self.shape, self.settings
         parts = 1 if self.keeps_sums else self.key_parts[1], self.query_parts[1]
         values = (
-            shape.heads, shape.m, shape.d, shape.d_v, *parts, 1 + self.landmark_parts[0],
+            shape.heads, shape.m, shape.d, shape.d_v, *parts, self.written_parts,
             shape.tiles, self.scale, settings.inverse.ridge,
         )  # fmt: skip
         return Launch(
@@ -578,8 +584,8 @@ class _Call:
         )  # fmt: skip
         return Launch(
             spread_backward_kernel, (shape.rows * parts, shape.tiles), values,
-            PARTS=_parts_at_once(1 + parts, shape.tile_m, shape.block_d), CROSS=self.cross,
-            WRITE=shape.tiles == 1, HAS_KEY_MASK=self.has_key_mask,
+            PARTS=_parts_at_once(1 + parts, shape.tile_m, shape.block_d), ALONE=parts == 1,
+            CROSS=self.cross, WRITE=shape.tiles == 1, HAS_KEY_MASK=self.has_key_mask,
             **self.token_pass(_tile("spread_backward", shape)),
         )  # fmt: skip
 
@@ -767,7 +773,7 @@ def _backward_in_parts(
         u_parts = _float32(q, call.key_parts)
     collect, spread = call.passes
     collect(grad, *tokens, dw_parts, u_parts)
-    dl = _float32(q, (shape.rows, 1 + call.landmark_parts[0], shape.m, shape.d))
+    dl = _float32(q, (shape.rows, call.written_parts, shape.m, shape.d))
     done = torch.zeros((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
     points, mask = landmarks.float(), inputs.landmark_mask
     if mask is not None:

@@ -1,5 +1,7 @@
 """The m x m part in one program per head: kernel matrix, Newton steps, normalisation, and its gradient."""
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,7 @@ from softfree.ops.attention.kernels.common import (
 SAFE_FACTOR = tl.constexpr(inverse.SAFE_FACTOR)
 RIDGE_FACTOR = tl.constexpr(inverse.RIDGE_FACTOR)
 HALVINGS = tl.constexpr(inverse.HALVINGS)
+LOG2_E = tl.constexpr(math.log2(math.e))
 HALVING_TOLERANCE = tl.constexpr(inverse.HALVING_TOLERANCE)
 LEAST_STEPS = tl.constexpr(10)  # that are taken one by one
 # Sum of the eigenvalues of I - BY whose squares are nothing in float32: the root of its precision.
@@ -46,10 +49,12 @@ def landmark_matrix(
             b_c = tl.load(p_l + offs_m * d + channel, mask=b_present, other=0.0).to(tl.float32)
             b_difference = b_c[:, None] - b_c[None, :]
             b_distance += b_difference * b_difference
+        b_both = b_present[:, None] & b_present[None, :]
+        b_a = tl.where(b_both, tl.exp(-0.5 * scale * b_distance), 0.0)
     else:
-        b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D)
+        b_l = tl.where(b_present[:, None], load_small(p_l, m, d, BLOCK_M, BLOCK_D), 0.0)
         if TO_INVERT:
-            b_l = tl.where(b_present[:, None], b_l.to(tl.float32), 0.0)
+            b_l = b_l.to(tl.float32)
             count = tl.maximum(tl.sum(b_present.to(tl.float32), 0), 1.0)
             b_l = tl.where(b_present[:, None], b_l - (tl.sum(b_l, 0) / count)[None, :], 0.0)
             # float16's range: landmarks beyond it are like no other anyway.
@@ -57,10 +62,12 @@ def landmark_matrix(
             b_gram = split_product(b_l, tl.trans(b_l), True)
         else:
             b_gram = tl.dot(b_l, tl.trans(b_l))
+        # An infinite norm is infinitely far from everyone.
         b_norms = tl.sum(tl.where(b_eye, b_gram, 0.0), 1)
-        b_distance = tl.maximum(b_norms[:, None] + b_norms[None, :] - 2.0 * b_gram, 0.0)
-    b_both = b_present[:, None] & b_present[None, :]
-    return tl.where(b_both & ~b_eye, tl.exp(-0.5 * scale * b_distance), b_eye.to(tl.float32))
+        b_norms = tl.where(b_present, b_norms, float("inf"))
+        b_distance = b_norms[:, None] + b_norms[None, :] - 2.0 * b_gram
+        b_a = tl.exp2((-0.5 * LOG2_E * scale) * tl.maximum(b_distance, 0.0))
+    return tl.where(b_eye, 1.0, b_a)
 
 
 @triton.jit
@@ -546,8 +553,7 @@ def mixing_backward_kernel(
         b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
     store_small(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C)
-    b_l = load_small(p_l, m, d, BLOCK_M, BLOCK_D)
-    b_l = tl.where(b_present[:, None], b_l, 0.0)
+    b_l = tl.where(b_present[:, None], load_small(p_l, m, d, BLOCK_M, BLOCK_D), 0.0)
     b_dl = landmark_gradient(
         b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_l, scale, NORMALIZE, FLOAT32
     )

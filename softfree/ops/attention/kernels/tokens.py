@@ -257,12 +257,14 @@ def spread_backward_kernel(
     v_batch, v_head, v_stride, dq_batch, dq_head, dq_stride, dk_batch, dk_head, dk_stride,
     dv_batch, dv_head, dv_stride, scale, log2_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr, CROSS: tl.constexpr, WRITE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
-    HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, ALONE: tl.constexpr, CROSS: tl.constexpr, WRITE: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads * parts, landmark tiles). Reads tokens, G, V, W, dU; writes dQ, dK, dV and dL.
 
-    Part 0 of dL is the inverse's; the program that finds all the others done adds them up.
+    Part 0 of dL is the inverse's; the program that finds all the others done adds them up. ``ALONE``: there is one other,
+    which is not written.
     """
     part, head = part_and_head(parts)
     tile = tl.program_id(1)
@@ -303,10 +305,15 @@ def spread_backward_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_C, False, True, WRITE, HAS_KEY_MASK,
                 FLOAT32, PRECISION,
             )  # fmt: skip
-    p_parts += (head * (parts + 1) * m + first_landmark) * d
-    store_small(p_parts + (1 + part) * m * d, b_dl, left, d, BLOCK_M, BLOCK_D)
-    tl.debug_barrier()  # all threads have stored before one of them counts the program as done
-    done = tl.atomic_add(p_done + head * tl.num_programs(1) + tile, 1)
-    if done == parts - 1:
-        b_dl = sum_parts(p_parts, left, d, parts + 1, m * d, BLOCK_M, BLOCK_D, PARTS)
-        store_small(p_dl + row * d, b_dl.to(p_dl.dtype.element_ty), left, d, BLOCK_M, BLOCK_D)
+    p_dl += row * d
+    if ALONE:
+        b_dl += load_small(p_parts + row * d, left, d, BLOCK_M, BLOCK_D)
+        store_small(p_dl, b_dl.to(p_dl.dtype.element_ty), left, d, BLOCK_M, BLOCK_D)
+    else:
+        p_parts += (head * (parts + 1) * m + first_landmark) * d
+        store_small(p_parts + (1 + part) * m * d, b_dl, left, d, BLOCK_M, BLOCK_D)
+        tl.debug_barrier()  # all threads have stored before one of them counts the program as done
+        done = tl.atomic_add(p_done + head * tl.num_programs(1) + tile, 1)
+        if done == parts - 1:
+            b_dl = sum_parts(p_parts, left, d, parts + 1, m * d, BLOCK_M, BLOCK_D, PARTS)
+            store_small(p_dl, b_dl.to(p_dl.dtype.element_ty), left, d, BLOCK_M, BLOCK_D)
