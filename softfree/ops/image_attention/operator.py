@@ -20,12 +20,11 @@ from torch import Tensor
 
 from softfree.ops.attention import operator as attention
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
-from softfree.ops.norm import operator as norm
+from softfree.ops.image_attention.places import Places, split
 from softfree.ops.query_norm import operator as query_norm
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast_dtype
 from softfree.ops.shared.registration import LEFT_OUT, register
-from softfree.ops.shared.sums import column_sums
 from softfree.ops.value_conv import operator as value_conv
 from softfree.ops.window_product import operator as window_product
 
@@ -51,41 +50,6 @@ class Weights(NamedTuple):
     value_weight: Tensor
     proj_weight: Tensor
     proj_bias: Tensor | None
-
-
-class Places(NamedTuple):
-    """Where the tokens lie.
-
-    rows, columns: of the tokens that landmarks are made of: the last ones.
-    height, width: of those that the values' convolution sees, the last ones; others pass unchanged.
-    down, across: of a landmark's window.
-    """
-
-    rows: int
-    columns: int
-    height: int
-    width: int
-    down: int
-    across: int
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.rows, self.columns
-
-    @property
-    def window(self) -> tuple[int, int]:
-        return self.down, self.across
-
-    def before_grid(self, n: int) -> int:
-        return n - self.rows * self.columns
-
-    def before_image(self, n: int) -> int:
-        return n - self.height * self.width
-
-    def share(self, landmarks: int) -> float:
-        """Landmarks over windows, see :func:`softfree.layers.landmarks.pooled_share`."""
-        down, across = window_product.window_grid(self.grid, self.window)
-        return landmarks / (down * across)
 
 
 class Kept(NamedTuple):
@@ -170,152 +134,54 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The result and, to ``keep``, what its gradient needs; else None."""
     qv = _linear(x.contiguous(), weights.qv_weight, weights.qv_bias)
-    filters, windows = weights.value_weight, weights.landmark_weight
-    plan = _plan(
-        qv.shape, qv.dtype, qv.device, filters.shape, None if windows is None else windows.shape,
-        places, None if pooling is None else pooling.shape[0], settings, keep,
-    )  # fmt: skip
-    room = plan.room.empty(qv)
-    sampled = torch.empty(plan.sampled, dtype=qv.dtype, device=qv.device)
-    deviations = inverse = u = room
-    if keep:
-        deviations, inverse, u = (
-            torch.empty(sizes, dtype=torch.float32, device=qv.device)
-            for sizes in (plan.deviations, plan.inverse, plan.u)
-        )
-    if windows is None:
-        sampler = _of(weights.log_bandwidth).contiguous()
-    else:
-        sampler = window_product.matrices(windows, qv)
-    plan.sample(qv, sampled, sampler, room, deviations)
-    landmarks, _ = _landmarks(sampled, weights, pooling, eps, landmark_norm)
-    if plan.attend is None:
-        out, inverse, u = _attend(qv, landmarks, filters, places, settings)
-    else:
-        out = torch.empty(plan.out, dtype=qv.dtype, device=qv.device)
-        plan.attend(qv, landmarks, out, room, filters.contiguous(), inverse, u)
-    first = places.before_image(out.shape[1])
-    if first:
-        values = qv[:, :first, out.shape[2] :]
-        out[:, :first].mul_(places.share(landmarks.shape[2])).add_(values)
-    if keep:
-        return _project(out, weights), qv, out, sampled, deviations, inverse, u
-    del qv, room, sampled, deviations, landmarks, inverse, u  # their memory is free for the result
-    return _project(out, weights), *(LEFT_OUT,) * len(Kept._fields)
-
-
-class _Plan(NamedTuple):
-    """The launches of a forward pass, the memory they need, and the sizes of what they write.
-
-    sample: of the projection, what is sampled, the log of the bandwidth (or the matrices of the landmarks' weight),
-        room and deviations.
-    attend: of the projection, landmarks, the result, room, the values' filters, inverse and u. None: there are
-        too many landmarks for one program.
-    """
-
-    sample: Any
-    attend: Any
-    room: Any
-    sampled: tuple[int, ...]
-    deviations: tuple[int, ...]
-    out: tuple[int, ...]
-    inverse: tuple[int, ...]
-    u: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(
-    size: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    filters: torch.Size,
-    windows: torch.Size | None,
-    places: Places,
-    pooled: int | None,
-    settings: AttentionSettings,
-    keep: bool,
-) -> _Plan:
-    """From sizes and settings alone; what is not to be ``keep``-t has its place in the room."""
-    from softfree.ops.attention.kernels import launch
-    from softfree.ops.shared.launching import Chain, Part, Room, Step
-
-    qv, sampled, sampler, deviations = Part(0), Part(1), Part(2), Part(4)
-    landmarks, out, value_weight, inverse, u = Part(1), Part(2), Part(4), Part(5), Part(6)
-    room = Room(3)
-    q, v = _split(torch.empty(size, dtype=dtype, device="meta"), filters[0])
-    batch, heads, n, d = q.shape
-    token = q.stride(2) * dtype.itemsize  # bytes from one to the next
-    counts = window_product.window_grid(places.grid, places.window)
-    count = counts[0] * counts[1] if pooled is None else pooled
-    means = (batch, heads, counts[0] * counts[1], d)
-    rows = (n * heads * d, heads * d)  # strides of the result, by samples and tokens
-    call = launch.remembered_call(
-        (q.shape, None, v.shape, torch.Size((batch, heads, count, d))), (False, False), dtype, device,
-        settings, ("q", "keys", "v", "x"), (q.stride(), q.stride(), v.stride(), (rows[0], d, rows[1], 1)),
-    )  # fmt: skip
-    plan = _Plan(
-        Chain([]), Chain([]) if call.shape.fused else None, room, means,
-        (batch, heads, n) if windows is None else (0,), (batch, n, heads * d), call.inverse, call.sums,
-    )  # fmt: skip
-    if batch == 0:
-        return plan
-    before = places.before_grid(n)
-    of_grid = Part(0, before * token)
-    if windows is None:
-        if not keep:
-            deviations = room.part(plan.deviations)
-
-        def norm(tokens: int, *where: Any) -> Any:
-            sizes = torch.Size((batch, heads, tokens, d))
-            return query_norm.norm_launch(sizes, q.stride(), q.stride(), n, *where, True)
-
-        after = deviations._replace(offset=deviations.offset + 4 * before)
-        run = norm(n - before, places.grid, places.window, True)
-        steps: list[Step] = [(run, (of_grid, sampler, of_grid, after, sampled))]
-        if before:
-            run = norm(before, (1, before), (1, 1), False)
-            steps.append((run, (qv, sampler, qv, deviations, sampled)))
-    else:
-        run = window_product.forward_launch(
-            torch.Size(means), dtype, device, windows, *places.grid, q.stride()
-        )
-        steps = [(run, (of_grid, sampler, sampled))]
-    plan = plan._replace(sample=Chain(steps))
-    if plan.attend is None:
-        return plan
+    plan = _plan(qv, weights, pooling, places, eps, landmark_norm, settings)
+    program = plan.keeping if keep else plan.passing
+    out = qv.new_empty(plan.out)
+    tensors = [qv, out, program.room.empty(qv), *_small(weights)]
     if not keep:
-        inverse, u = room.part(plan.inverse), room.part(plan.u)
-    values = Part(0, size[2] // 2 * dtype.itemsize)
-    # Masks there are none; what stands in their place is not read.
-    steps = call.forward_steps((qv, qv, values, landmarks, qv, qv), out, inverse, u, room)
-    first = places.before_image(n)
-    image = Part(2, first * rows[1] * dtype.itemsize)
-    band_size, write_band, run = value_conv.launches(
-        torch.Size((batch, n - first, heads * d)), filters, (n * size[2], size[2], *rows, *rows),
-        places.height, places.width, places.share(count), True, False,
+        program(tensors, pooling)
+        del qv, tensors  # their memory is free for the result
+        return _linear(out, weights.proj_weight, weights.proj_bias), *(LEFT_OUT,) * len(
+            Kept._fields
+        )
+    first = len(tensors)
+    tensors.append(qv.new_empty(plan.sampled))
+    tensors += [qv.new_empty(sizes, dtype=torch.float32) for sizes in plan.kept]
+    program(tensors, pooling)
+    sampled, inverse, u, *deviations = tensors[first:]
+    kept = sampled, deviations[0] if deviations else LEFT_OUT, inverse, u
+    return _linear(out, weights.proj_weight, weights.proj_bias), qv, out, *kept
+
+
+@functools.cache  # an import, too, takes a microsecond
+def _remembered_plan() -> Any:
+    from softfree.ops.image_attention.plan import remembered_plan
+
+    return remembered_plan
+
+
+def _plan(
+    qv: Tensor,
+    weights: Weights,
+    pooling: Tensor | None,
+    places: Places,
+    eps: float,
+    landmark_norm: bool,
+    settings: AttentionSettings,
+) -> Any:
+    windows = weights.landmark_weight
+    return _remembered_plan()(
+        qv.shape, qv.dtype, qv.device, weights.value_weight.shape,
+        None if windows is None else windows.shape,
+        (weights.qv_bias is not None, weights.proj_bias is not None),
+        places, None if pooling is None else pooling.shape[0], eps, landmark_norm, settings,
     )  # fmt: skip
-    band = room.part(band_size, dtype)
-    values = values._replace(offset=values.offset + first * token)
-    steps += [(write_band, (value_weight, band)), (run, (values, band, image, image))]
-    return plan._replace(attend=Chain(steps))
 
 
-def _attend(
-    qv: Tensor, landmarks: Tensor, filters: Tensor, places: Places, settings: AttentionSettings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The attention to landmarks too many for one program, with the convolution of the values."""
-    from softfree.ops.attention.kernels import launch
-
-    q, v = _split(qv, filters.shape[0])
-    by_head, inverse, u = launch.forward(Inputs(q, None, v, landmarks), settings)
-    out = _merge(by_head)
-    first = places.before_image(qv.shape[1])
-    image = _after(first, out, 1)
-    value_conv.convolve(
-        _after(first, _merge(v), 1), filters, image, image, places.height, places.width,
-        base_scale=places.share(landmarks.shape[2]),
-    )  # fmt: skip
-    return out, inverse, u
+def _small(weights: Weights) -> list[Tensor]:
+    """The weights that kernels read: filters of the values, and those of the landmarks."""
+    of_landmarks = weights[2:3] if weights.landmark_weight is None else weights[3:6]
+    return [_of(weight).contiguous() for weight in (weights.value_weight, *of_landmarks)]
 
 
 def _fake(x, weights, pooling, places, eps, landmark_norm, settings, keep):
@@ -323,10 +189,10 @@ def _fake(x, weights, pooling, places, eps, landmark_norm, settings, keep):
     if not keep:
         return result, *(x.new_empty(0) for _ in Kept._fields)
     qv = x.new_empty(*x.shape[:2], weights.qv_weight.shape[0])
-    q, v = _split(qv, weights.value_weight.shape[0])
+    q, v = split(qv, weights.value_weight.shape[0])
     down, across = window_product.window_grid(places.grid, places.window)
     sampled = q.new_empty(*q.shape[:2], down * across, q.shape[3])
-    deviations = q.new_empty(0, dtype=torch.float32)
+    deviations = q.new_empty(0)
     if weights.log_bandwidth is not None:
         deviations = query_norm.inverse_deviations(q)
     landmarks = sampled if pooling is None else sampled[:, :, : pooling.shape[0]]
@@ -347,74 +213,63 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, of weight and bias of qv, bandwidth, landmarks, norm (both), values, and weight and bias of proj.
 
-    Those of the biases are in float32; what the layer does not have is empty.
+    What the layer does not have is left out.
     """
-    from softfree.ops.attention.kernels import launch
-
-    height, width = places.height, places.width
-    before_image = places.before_image(x.shape[1])
-    q, v = _split(kept.qv, weights.value_weight.shape[0])
-    grad_qv = torch.empty(kept.qv.shape, dtype=kept.qv.dtype, device=kept.qv.device)
-    grad_q, grad_v = _split(grad_qv, weights.value_weight.shape[0])
-    grad_out, grad_proj_weight, grad_proj_bias = _linear_backward(
-        grad, kept.out, weights.proj_weight
-    )
-    landmarks, deviations = _landmarks(kept.sampled, weights, pooling, eps, landmark_norm)
-    by_head = grad_out.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
-    *_, grad_landmarks = launch.backward(
-        by_head, Inputs(q, None, v, landmarks), kept.inverse, kept.u, settings,
-        into=(grad_q, grad_v),
-    )  # fmt: skip
-    share = places.share(landmarks.shape[2])
-    grad_width = None
-    if pooling is not None:
-        grad_landmarks.mul_(share)
-    if landmark_norm:
-        grad_width = query_norm.write_gradient(
-            grad_landmarks, landmarks, _of(weights.log_bandwidth), _of(deviations), None, grad_landmarks,
-            (1, landmarks.shape[2]), (1, 1), log=True,
-        )  # fmt: skip
-    if pooling is not None:
-        grad_landmarks = pooling.T.to(landmarks.dtype) @ grad_landmarks
-    grad_sampler = _sample_backward(
-        grad_landmarks, grad_width, grad_q, q, kept, weights, places, share, eps
-    )
-    values, grad_values = _merge(v), _merge(grad_v)
-    grad_value_weight = value_conv.write_gradient(
-        _after(before_image, grad_out, 1), _after(before_image, values, 1), weights.value_weight,
-        height, width, _after(before_image, grad_values, 1), kept=share,
-    )  # fmt: skip
-    if before_image:
-        grad_values[:, :before_image].mul_(share).add_(grad_out[:, :before_image])
+    qv, out, sampled, deviations, inverse, u = kept
+    plan = _plan(qv, weights, pooling, places, eps, landmark_norm, settings)
+    rows, channels = grad.contiguous().view(-1, grad.shape[2]), out.shape[2]
+    grad_out = torch.mm(rows, weights.proj_weight)
+    grad_proj_weight = torch.mm(rows.t(), out.view(-1, channels))
+    grad_qv = qv.new_empty((rows.shape[0], 2 * channels))
+    found = _room_for_gradients(weights)
+    if plan.batch:
+        program = plan.backward
+        room = program.room.empty(qv)
+        tensors = [qv, grad_qv, room, rows, grad_out, *_small(weights), sampled, inverse, u]
+        if weights.log_bandwidth is not None:
+            tensors.append(deviations)
+        program([*tensors, *[tensor for tensor in found if tensor is not None]], pooling)
+    else:
+        for tensor in found:
+            if tensor is not None:
+                tensor.zero_()
+    grad_x = torch.mm(grad_qv, weights.qv_weight).view(x.shape)
+    grad_qv_weight = torch.mm(grad_qv.t(), x.reshape(-1, x.shape[2]))
+    value_weight, width, landmark_weight, norms, qv_bias, proj_bias = found
     return (
-        *_linear_backward(grad_qv, x, weights.qv_weight),
-        *grad_sampler,
-        grad_value_weight,
-        grad_proj_weight,
-        grad_proj_bias,
+        grad_x, grad_qv_weight, qv_bias, width, landmark_weight, norms, value_weight,
+        grad_proj_weight, proj_bias,
+    )  # fmt: skip
+
+
+def _room_for_gradients(weights: Weights) -> tuple[Any, ...]:
+    """Of filters, bandwidth, landmarks, their norm, biases of both projections: as a plan's backward pass writes them."""
+    norm_weight = weights.norm_weight
+    return (
+        _like(weights.value_weight),
+        _like(weights.log_bandwidth),
+        _like(weights.landmark_weight),
+        None if norm_weight is None else norm_weight.new_empty((2, *norm_weight.shape)),
+        _like(weights.qv_bias),
+        _like(weights.proj_bias),
     )
+
+
+def _like(weight: Tensor | None) -> Any:
+    return None if weight is None else weight.new_empty(weight.shape)
 
 
 def _fake_backward(grad, x, weights, *_):
-    def like(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    def there(tensor: Tensor | None) -> Tensor:
+        return x.new_empty(0) if tensor is None else tensor
 
-    def bias_of(weight: Tensor) -> Tensor:
-        return weight.new_empty(weight.shape[0], dtype=torch.float32)
-
-    none = x.new_empty(0)
-    normed = weights.log_bandwidth is not None
-    return (
-        like(x),
-        like(weights.qv_weight),
-        bias_of(weights.qv_weight),
-        like(weights.log_bandwidth) if normed else none,
-        none.clone() if normed else like(weights.landmark_weight),
-        none.clone() if normed else weights.norm_weight.new_empty(2, *weights.norm_weight.shape),
-        like(weights.value_weight),
-        like(weights.proj_weight),
-        bias_of(weights.proj_weight),
+    value_weight, width, landmark_weight, norms, qv_bias, proj_bias = map(
+        there, _room_for_gradients(weights)
     )
+    qv_weight, proj_weight = _like(weights.qv_weight), _like(weights.proj_weight)
+    return (
+        _like(x), qv_weight, qv_bias, width, landmark_weight, norms, value_weight, proj_weight, proj_bias
+    )  # fmt: skip
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -438,10 +293,8 @@ def _gradient(ctx: Any, grad, *_):
         if weights.log_bandwidth is None
         else (width, None, None, None)
     )
-    qv_bias, proj_bias = (
-        None if bias is None else found.to(bias.dtype)
-        for found, bias in ((qv_bias, weights.qv_bias), (proj_bias, weights.proj_bias))
-    )
+    qv_bias = None if weights.qv_bias is None else qv_bias
+    proj_bias = None if weights.proj_bias is None else proj_bias
     return x, qv_weight, qv_bias, *sampler, value_weight, proj_weight, proj_bias
 
 
@@ -481,107 +334,13 @@ BACKWARD = register("image_attention_backward", _backward, _fake_backward, flops
 FORWARD = register("image_attention", _forward, _fake, _setup, _gradient, _flops, keeps=True)
 
 
-def _project(out: Tensor, weights: Weights) -> Tensor:
-    return _linear(out, weights.proj_weight, weights.proj_bias)
-
-
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
-
-
-def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, the weight and, in float32, the bias."""
-    rows = grad.reshape(-1, grad.shape[2])
-    grad_x = (rows @ weight).view(x.shape)
-    return grad_x, rows.T @ x.reshape(-1, x.shape[2]), column_sums(rows)
-
-
-def _split(qv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Queries and values by head, (batch, heads, n, d) each, where they lie."""
-    batch, n, both = qv.shape
-    q, v = qv.view(batch, n, 2, heads, both // heads // 2).transpose(1, 3).unbind(2)
-    return q, v
-
-
-def _after(first: int, tokens: Tensor, dim: int) -> Tensor:
-    """The tokens but for the first ones."""
-    return tokens.narrow(dim, first, tokens.shape[dim] - first) if first else tokens
 
 
 def _merge(tokens: Tensor) -> Tensor:
     """(batch, heads, n, d) as (batch, n, heads * d), where they lie."""
     return tokens.transpose(1, 2).flatten(2)
-
-
-def _sample_backward(
-    grad_landmarks: Tensor,
-    grad_width: Tensor | None,
-    grad_q: Tensor,
-    q: Tensor,
-    kept: Kept,
-    weights: Weights,
-    places: Places,
-    share: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the gradient of the projection's queries over that of what was compared, ``grad_q``.
-
-    Returns the gradients of the log of the bandwidth (added to what it has so far), landmarks' weight and norm; empty
-    where there is none.
-    """
-    before, none = places.before_grid(q.shape[2]), q.new_empty(0)
-    of_grid, grad_of_grid = _after(before, q, 2), _after(before, grad_q, 2)
-    if weights.log_bandwidth is None:
-        grad_products, grad_norm = norm.landmark_backward(
-            grad_landmarks, kept.sampled, _of(weights.norm_weight), _of(weights.norm_bias),
-            q.shape[3] ** -0.25, eps,
-        )  # fmt: skip
-        grad_weight = window_product.write_gradient(
-            grad_products, of_grid, _of(weights.landmark_weight), *places.grid, grad_of_grid,
-            kept=share,
-        )  # fmt: skip
-        if before:
-            grad_q[:, :, :before].mul_(share)
-        return none, grad_weight, grad_norm
-    width = weights.log_bandwidth
-    through_queries = query_norm.write_gradient(
-        grad_of_grid, of_grid, width, _after(before, kept.deviations, 2), grad_landmarks,
-        grad_of_grid, places.grid, places.window, kept=share, log=True,
-    )  # fmt: skip
-    if before:
-        first, grad_first = q[:, :, :before], grad_q[:, :, :before]
-        through_queries += query_norm.write_gradient(
-            grad_first, first, width, kept.deviations[:, :, :before], None, grad_first,
-            (1, before), (1, 1), kept=share, log=True,
-        )  # fmt: skip
-    if grad_width is not None:
-        through_queries += grad_width
-    return through_queries.to(width.dtype), none, none.clone()
-
-
-def _landmarks(
-    sampled: Tensor, weights: Weights, pooling: Tensor | None, eps: float, landmark_norm: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The landmarks and, of those that are normed, 1 over their deviations."""
-    landmarks = sampled
-    if weights.log_bandwidth is None:
-        landmarks = norm.landmark_forward(
-            sampled,
-            _of(weights.norm_weight),
-            _of(weights.norm_bias),
-            sampled.shape[3] ** -0.25,
-            eps,
-        )
-    if pooling is not None:
-        landmarks = pooling.to(landmarks.dtype) @ landmarks
-    if not landmark_norm:
-        return landmarks, None
-    normed, deviations = torch.empty_like(landmarks), query_norm.inverse_deviations(landmarks)
-    query_norm.norm(
-        landmarks, _of(weights.log_bandwidth), normed, deviations, (1, normed.shape[2]), (1, 1),
-        means=False, log=True,
-    )  # fmt: skip
-    return normed, deviations
 
 
 def _of(weight: Tensor | None) -> Tensor:

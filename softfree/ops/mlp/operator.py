@@ -18,7 +18,7 @@ from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast, autocast_dtype
 from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import tiles_of
-from softfree.ops.shared.sums import column_sums
+from softfree.ops.shared.sums import column_sums, sum_of_parts
 
 ROWS, COLUMNS = 16, 128
 PROGRAMS_PER_PROCESSOR = 8
@@ -94,9 +94,9 @@ def _gelu_backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor
     """The gradient of ``hidden``, GELU of it in the place of ``grad``, and the gradient's sum over the rows."""
     stretches, run = _launch(*hidden.shape, devices.processors(hidden.device))
     grad_hidden = torch.empty_like(hidden)
-    parts = torch.empty((stretches, hidden.shape[1]), dtype=torch.float32, device=hidden.device)
+    parts = hidden.new_empty((stretches, hidden.shape[1]), dtype=torch.float32)
     run(grad, hidden, grad_hidden, parts)
-    return grad_hidden, grad, parts.sum(0)
+    return grad_hidden, grad, sum_of_parts(parts, (1,), torch.float32)
 
 
 @functools.lru_cache(maxsize=1024)

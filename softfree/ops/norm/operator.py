@@ -15,6 +15,7 @@ from torch import Tensor
 from softfree.ops.shared import devices
 from softfree.ops.shared.registration import LEFT_OUT, register
 from softfree.ops.shared.shapes import block, tiles_of
+from softfree.ops.shared.sums import sum_of_parts
 
 MAX_CHANNELS = 2048
 ELEMENTS = 2048  # of a tile
@@ -76,13 +77,13 @@ def landmark_forward(x: Tensor, weight: Tensor, bias: Tensor, scale: float, eps:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel() > 0:
-        run = _landmark_launch(x.numel(), x.shape[-1], scale, eps)
+        run = landmark_launch(x.numel(), x.shape[-1], scale, eps)
         run(x, weight.contiguous(), bias.contiguous(), out)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _landmark_launch(numel: int, channels: int, scale: float, eps: float) -> Any:
+def landmark_launch(numel: int, channels: int, scale: float, eps: float) -> Any:
     from softfree.ops.norm.kernels import landmark_norm_kernel
     from softfree.ops.shared.launching import Launch
 
@@ -100,14 +101,21 @@ def landmark_backward(
     """The gradient of ``x``, and of weight and bias as the rows of one tensor."""
     grad, x = grad.contiguous(), x.contiguous()
     grad_x = torch.empty_like(x)
-    run, sizes = _backward_launch(
-        "landmark_norm_backward_kernel", x.numel(), x.shape[-1], (float(scale), eps),
-        devices.processors(x.device),
-    )  # fmt: skip
-    parts = torch.empty(sizes, dtype=torch.float32, device=x.device)
+    run, sizes = landmark_backward_launch(
+        x.numel(), x.shape[-1], scale, eps, devices.processors(x.device)
+    )
+    parts = x.new_empty(sizes, dtype=torch.float32)
     if x.numel() > 0:
         run(grad, x, weight.contiguous(), bias.contiguous(), grad_x, parts)
-    return grad_x, parts.sum(0).to(weight.dtype)
+    return grad_x, sum_of_parts(parts, (1, 2), weight.dtype)
+
+
+def landmark_backward_launch(
+    numel: int, channels: int, scale: float, eps: float, processors: int
+) -> tuple[Any, tuple[int, int, int]]:
+    """Of the gradients, with that of the result, x, weight, bias, and those of x and in parts of weight and bias."""
+    values = (float(scale), eps)
+    return _backward_launch("landmark_norm_backward_kernel", numel, channels, values, processors)
 
 
 def _fake_landmark_backward(grad, x, weight, bias, scale, eps):
@@ -166,10 +174,10 @@ def _add_backward(grad: Tensor, total: Tensor, weight: Tensor, eps: float) -> tu
         "add_norm_backward_kernel", total.numel(), total.shape[-1], (eps,),
         devices.processors(total.device),
     )  # fmt: skip
-    parts = torch.empty(sizes, dtype=torch.float32, device=total.device)
+    parts = total.new_empty(sizes, dtype=torch.float32)
     if total.numel() > 0:
         run(grad, total, weight.contiguous(), grad_sum, parts)
-    return grad_sum, parts.sum(0).to(weight.dtype)
+    return grad_sum, sum_of_parts(parts, (1, 2), weight.dtype)
 
 
 def _fake_add_backward(grad, total, weight, eps):

@@ -15,6 +15,7 @@ from softfree.ops.shared import devices
 from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_tensor
+from softfree.ops.shared.sums import sum_of_parts
 from softfree.ops.window_product import window_grid
 
 EPS = 1e-5
@@ -176,19 +177,19 @@ def write_gradient(
 
     The gradient of the normed queries is ``kept * grad`` and what the means of their windows pass on.
     """
-    run, sizes = _gradient_launch(
+    run, sizes = gradient_launch(
         normed.shape, (grad.stride(), normed.stride(), grad_q.stride()), inverse.stride(1), grid,
         window, grad_means is not None, float(kept), log,
     )  # fmt: skip
-    parts = torch.empty(sizes, dtype=torch.float32, device=grad.device)
+    parts = grad.new_empty(sizes, dtype=torch.float32)
     if parts.numel() > 0:
         means = grad if grad_means is None else grad_means.contiguous()
         run(grad, normed, scale, inverse, means, grad_q, parts)
-    return parts.sum((0, 2))
+    return sum_of_parts(parts, (1,), torch.float32)
 
 
 @functools.lru_cache(maxsize=1024)
-def _gradient_launch(
+def gradient_launch(
     size: torch.Size,
     strides: tuple[tuple[int, ...], ...],
     inverse_stride: int,

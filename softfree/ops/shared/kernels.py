@@ -1,4 +1,4 @@
-"""Sums over rows."""
+"""Sums over rows, of parts, and of tokens."""
 
 import triton
 import triton.language as tl
@@ -18,3 +18,49 @@ def column_sum_kernel(
         exists = (row < rows)[:, None] & (column < columns)[None, :]
         b_sum += tl.load(p_x + places, mask=exists, other=0.0).to(tl.float32)
     tl.store(p_parts + stretch * columns + column, tl.sum(b_sum, 0), mask=column < columns)
+
+
+@triton.jit
+def part_sum_kernel(
+    p_parts, p_base, p_out, elements, middle, low,
+    part_high, part_middle, part_low, out_high, out_middle, out_low,
+    parts, inner, outer_stride, inner_stride,
+    ADD: tl.constexpr, ELEMENTS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of elements,). Writes the sums of the parts of (high, middle, low), with ``ADD`` plus those of p_base.
+
+    Part i begins ``i // inner * outer_stride + i % inner * inner_stride`` elements after the first.
+    """
+    element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    high = element // (middle * low)
+    between = element // low % middle
+    place = (high * part_high + between * part_middle + element % low * part_low).to(tl.int64)
+    b_sum = tl.zeros((PARTS, ELEMENTS), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        begin = (part // inner).to(tl.int64) * outer_stride + part % inner * inner_stride
+        exists = (part < parts)[:, None] & (element < elements)[None, :]
+        b_sum += tl.load(p_parts + begin[:, None] + place[None, :], mask=exists, other=0.0)
+    b_out = tl.sum(b_sum, 0)
+    place = high * out_high + between * out_middle + element % low * out_low
+    if ADD:
+        b_out += tl.load(p_base + place, mask=element < elements, other=0.0).to(tl.float32)
+    tl.store(p_out + place, b_out.to(p_out.dtype.element_ty), mask=element < elements)
+
+
+@triton.jit
+def token_sum_kernel(
+    p_to, p_from, tokens, channels, to_batch, to_token, from_batch, from_token, scale,
+    ADD: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens of all samples, tiles of channels). Writes scale times what p_to has, with ``ADD`` plus p_from."""
+    sample = (tl.program_id(0) // tokens).to(tl.int64)
+    token = tl.program_id(0) % tokens
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < channels
+    p_to += sample * to_batch + token * to_token + channel
+    b_to = scale * tl.load(p_to, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        p_from += sample * from_batch + token * from_token + channel
+        b_to += tl.load(p_from, mask=inside, other=0.0).to(tl.float32)
+    tl.store(p_to, b_to.to(p_to.dtype.element_ty), mask=inside)

@@ -14,6 +14,7 @@ from torch import Tensor
 from softfree.ops.shared import devices
 from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of
+from softfree.ops.shared.sums import sum_of_parts
 
 MAX_CHANNELS = 128
 MAX_KERNEL = 15
@@ -179,17 +180,17 @@ def launches(
 
 
 def _weight_gradient(grad: Tensor, v: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
-    run, sizes = _weight_launch(
+    run, sizes = weight_launch(
         v.shape, weight.shape, (*grad.stride()[:2], *v.stride()[:2]), height, width,
         devices.processors(v.device),
     )  # fmt: skip
-    parts = torch.empty(sizes, dtype=torch.float32, device=weight.device)
+    parts = v.new_empty(sizes, dtype=torch.float32)
     run(grad, v, parts)
-    return parts.sum(1, keepdim=True).to(weight.dtype)
+    return sum_of_parts(parts, (0, 2, 3), weight.dtype, weight.shape)
 
 
 @functools.lru_cache(maxsize=1024)
-def _weight_launch(
+def weight_launch(
     size: torch.Size,
     filters: torch.Size,
     strides: tuple[int, ...],

@@ -16,6 +16,7 @@ from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast
 from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import block, certain, power_of_two, tiles_of, token_tensor
+from softfree.ops.shared.sums import part_sum_launch, sum_of_parts
 
 # Channels of q and of the result that the kernels take; more spill registers.
 MAX_CHANNELS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 64}
@@ -180,35 +181,58 @@ def _fake_backward(grad, q, weight, height, width):
 def _token_gradient(
     grad: Tensor, weight: Tensor, height: int, width: int, grad_q: Tensor, kept: float
 ) -> None:
-    from softfree.ops.shared.launching import launch
-    from softfree.ops.window_product.kernels import window_product_token_kernel
-
-    tile = _tile("tokens", grad, weight, grad.device)
-    launch(
-        window_product_token_kernel, (_tiles(grad, tile),),
-        (grad, matrices(weight, grad_q), grad_q),
-        (*_sizes(grad, weight, height, width), *grad_q.stride()[:3], kept), ADD=kept != 0, **_options(tile, grad_q, weight),
-    )  # fmt: skip
+    run = token_launch(
+        grad.shape, grad_q.dtype, grad.device, weight.shape, height, width, grad_q.stride(), kept
+    )
+    run(grad, matrices(weight, grad_q), grad_q)
 
 
 def _weight_gradient(grad: Tensor, q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
-    from softfree.ops.shared.launching import launch
+    run, sizes = weight_launch(
+        grad.shape, q.dtype, q.device, weight.shape, height, width, q.stride()
+    )
+    parts = q.new_empty(sizes, dtype=torch.float32)
+    run(q, grad, parts)
+    return sum_of_parts(parts, (1, 2, 3), weight.dtype, weight.shape, (0, 2, 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def token_launch(size, dtype, device, weight_size, height, width, strides, kept) -> Any:
+    """Of the tokens' gradient, with the result's, the matrices, and what it is written into."""
+    from softfree.ops.shared.launching import Launch
+    from softfree.ops.window_product.kernels import window_product_token_kernel
+
+    grad = torch.empty(size, dtype=dtype, device="meta")
+    weight = torch.empty(weight_size, device="meta")
+    tile = _tile("tokens", grad, weight, device)
+    return Launch(
+        window_product_token_kernel, (_tiles(grad, tile),),
+        (*_sizes(grad, weight, height, width), *strides[:3], float(kept)),
+        ADD=kept != 0, **_options(tile, grad, weight),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def weight_launch(
+    size, dtype, device, weight_size, height, width, strides
+) -> tuple[Any, tuple[int, int, int, int]]:
+    """Of the parts of the weight's gradient, with the tokens, the result's gradient and the parts; their sizes."""
+    from softfree.ops.shared.launching import Launch
     from softfree.ops.window_product.kernels import window_product_weight_kernel
 
-    d_out, d_in, down, across = weight.shape
-    tile = _tile("weight", grad, weight, grad.device)
+    grad = torch.empty(size, dtype=dtype, device="meta")
+    weight = torch.empty(weight_size, device="meta")
+    d_out, d_in, down, across = weight_size
+    tile = _tile("weight", grad, weight, device)
     groups = tiles_of(down * across, tile.tokens)
-    programs = PROGRAMS_PER_PROCESSOR * devices.processors(q.device)
+    programs = PROGRAMS_PER_PROCESSOR * devices.processors(device)
     stretches = max(1, min(_tiles(grad, tile), programs // groups))
-    parts = torch.empty(
-        (stretches, d_out, down * across, d_in), dtype=torch.float32, device=q.device
-    )
-    launch(
-        window_product_weight_kernel, (groups, stretches), (q, grad, parts),
-        (*_sizes(grad, weight, height, width), stretches, *q.stride()[:3]),
-        **_options(tile, q, weight),
+    run = Launch(
+        window_product_weight_kernel, (groups, stretches),
+        (*_sizes(grad, weight, height, width), stretches, *strides[:3]),
+        **_options(tile, grad, weight),
     )  # fmt: skip
-    return parts.sum(0).to(weight.dtype).mT.contiguous().view(weight.shape)
+    return run, (stretches, d_out, down * across, d_in)
 
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -237,8 +261,17 @@ FORWARD = register("window_product", forward, empty_result, _setup, _gradient, f
 
 def matrices(weight: Tensor, q: Tensor) -> Tensor:
     """The weight as (window, d_in, d_out), of q's dtype."""
-    matrices = weight.flatten(2).permute(2, 1, 0)
-    return torch.empty(matrices.shape, dtype=q.dtype, device=q.device).copy_(matrices)
+    d_out, d_in, down, across = weight.shape
+    found = q.new_empty((down * across, d_in, d_out))
+    weight = weight.contiguous()
+    matrices_launch(weight.shape)(weight, weight, found)
+    return found
+
+
+def matrices_launch(size: tuple[int, ...]) -> Any:
+    """What writes them, with the weight, once more, and the result."""
+    d_out, d_in, down, across = size
+    return part_sum_launch((1, d_out, d_in, down * across), (1, 2, 3), (2, 1, 0))
 
 
 def _sizes(out: Tensor, weight: Tensor, height: int, width: int) -> tuple[int, ...]:

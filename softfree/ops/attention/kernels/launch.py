@@ -614,7 +614,6 @@ class _Call:
 
 FORWARD_NAMES = "q", "keys", "v"
 BACKWARD_NAMES = "grad", *FORWARD_NAMES
-INTO_NAMES = *BACKWARD_NAMES, "grad_q", "grad_v"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -686,10 +685,10 @@ def forward(
         chain(*_there(inputs), x, inverse, *_needed(call, u, room, q))
         return x, inverse, u
     with exactly(q.device):
-        return _forward_in_parts(call, inputs, x, u)
+        return forward_in_parts(call, inputs, x, u)
 
 
-def _forward_in_parts(
+def forward_in_parts(
     call: _Call, inputs: Inputs, x: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where the m x m part takes more than a program."""
@@ -716,27 +715,17 @@ def backward(
     inverse: Tensor,
     u: Tensor,
     settings: AttentionSettings,
-    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`softfree.ops.attention.chunked.backward`; the gradient of k is left out where there is none.
-
-    Those of q and v go ``into`` tensors given.
-    """
+    """As :func:`softfree.ops.attention.chunked.backward`; the gradient of k is left out where there is none."""
     q, k, v, landmarks, key_mask, landmark_mask = inputs = _tensors(inputs)
     grad, strides = _rows(grad), q.stride()
     call = remembered_call(
         (q.shape, None if k is None else k.shape, v.shape, landmarks.shape),
         (key_mask is not None, landmark_mask is not None), q.dtype, q.device, settings,
-        BACKWARD_NAMES if into is None else INTO_NAMES,
-        (
-            grad.stride(), strides, strides if k is None else k.stride(), v.stride(),
-            *([] if into is None else [into[0].stride(), into[1].stride()]),
-        ),
+        BACKWARD_NAMES,
+        (grad.stride(), strides, strides if k is None else k.stride(), v.stride()),
     )  # fmt: skip
-    grad_q, grad_v = into or (
-        q.new_empty_strided(*call.grad_q),
-        q.new_empty_strided(*call.grad_v),
-    )
+    grad_q, grad_v = q.new_empty_strided(*call.grad_q), q.new_empty_strided(*call.grad_v)
     grad_k = LEFT_OUT if k is None else q.new_empty_strided(*call.grad_k)
     found = grad_q, grad_k, grad_v, torch.empty_like(landmarks)
     if call.rows == 0:
@@ -750,11 +739,11 @@ def backward(
         )  # fmt: skip
         return found
     with exactly(q.device):
-        _backward_in_parts(call, grad, inputs, inverse, u, found)
+        backward_in_parts(call, grad, inputs, inverse, u, found)
     return found
 
 
-def _backward_in_parts(
+def backward_in_parts(
     call: _Call,
     grad: Tensor,
     inputs: Inputs,
