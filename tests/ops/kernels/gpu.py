@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from softfree.ops.attention import operator as attention
 from softfree.ops.shared import devices
 
 from .cases import FLOOR
@@ -47,6 +48,8 @@ def plain_pytorch() -> Iterator[None]:
     """No kernel of ours is used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "obstacle", lambda *_: "the test wants plain PyTorch")
+        patch.setattr(devices, "usable", lambda *_, **__: False)
+        patch.setattr(attention, "_CHECKED", {})  # which backend took such tensors before
         yield
 
 
