@@ -363,9 +363,8 @@ def _setup_context(ctx, inputs, output):
 def _gradient(ctx, grad, *_):
     if grad is None:
         return ()
-    given = Given(
-        grad, *ctx.saved_tensors
-    )  # read once: under gradient checkpointing reading recomputes
+    saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
+    given = Given(grad, *saved)
     grad_q, grad_k, grad_v, grad_landmarks = BACKWARD(given, *ctx.settings)
     return grad_q, None if given.k is None else grad_k, grad_v, grad_landmarks
 

@@ -58,14 +58,14 @@ class Kept(NamedTuple):
     qv: the projection, with queries normed if they are.
     out: the attention with the values' convolution.
     sampled: of each window: its product with the landmarks' weight, or its mean.
-    deviations: 1 over those of the queries that were normed, (batch, heads, n).
+    deviations: 1 over those of the queries that were normed, (batch, heads, n); None where none were.
     inverse, u: of the attention.
     """
 
     qv: Tensor
     out: Tensor
     sampled: Tensor
-    deviations: Tensor
+    deviations: Tensor | None
     inverse: Tensor
     u: Tensor
 
@@ -175,6 +175,7 @@ def _plan(
         None if windows is None else windows.shape,
         (weights.qv_bias is not None, weights.proj_bias is not None),
         places, None if pooling is None else pooling.shape[0], eps, landmark_norm, settings,
+        weights.proj_weight.shape[0],
     )  # fmt: skip
 
 

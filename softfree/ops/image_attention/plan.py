@@ -61,9 +61,8 @@ class Program:
 
 
 class Sampled(NamedTuple):
-    """Landmarks: of each window, and as the attention takes them, with what their norm divided by."""
+    """Landmarks as the attention takes them, with what their norm divided by."""
 
-    made: Part
     landmarks: Part
     deviations: Part | None
 
@@ -84,18 +83,18 @@ class Plan:
         eps: float,
         landmark_norm: bool,
         settings: AttentionSettings,
+        outputs: int,
     ):
-        self.dtype, self.device, self.settings, self.places = dtype, device, settings, places
+        self.dtype, self.device, self.places, self.outputs = dtype, device, places, outputs
         self.filters, self.windows, self.biases = filters, windows, biases
         self.pooled, self.eps, self.landmark_norm = pooled is not None, eps, landmark_norm
         self.normed = windows is None  # queries are
         q, v = split(torch.empty(size, dtype=dtype, device="meta"), filters[0])
-        self.size, self.strides = q.shape, q.stride()
+        self.strides = q.stride()
         self.batch, self.heads, self.n, self.d = q.shape
         self.channels = self.heads * self.d
-        self.token = (
-            2 * self.channels * dtype.itemsize
-        )  # bytes from one to the next, in the projection
+        # Bytes from one to the next, in the projection.
+        self.token = 2 * self.channels * dtype.itemsize
         self.rows = (self.n * self.channels, self.channels)  # strides of the result
         self.before_grid, self.before_image = (
             places.before_grid(self.n),
@@ -116,9 +115,10 @@ class Plan:
         )  # fmt: skip
         self.out = (self.batch, self.n, self.channels)
         self.inverse, self.u, self.fused = self.call.inverse, self.call.sums, self.call.fused
-        # Sizes of what is kept in float32.
-        inverse = self.inverse if self.fused else (0,)  # which is then made by PyTorch
-        self.kept = inverse, self.u, *([self.deviations] if self.normed else [])
+        # Sizes of what is kept in float32; inverse and U may be made by PyTorch.
+        inverse = self.inverse if self.fused else (0,)
+        u = self.u if self.fused or not self.call.keeps_sums else (0,)
+        self.kept = inverse, u, *([self.deviations] if self.normed else [])
 
     @property
     def of_landmarks(self) -> list[str]:
@@ -217,7 +217,7 @@ class Plan:
         self._sum(program, parts, sizes, (0, 2, 3), "grad_filters")
         for bias, of in zip(BIASES, ("grad_qv", "grad"), strict=True):
             if bias in names:
-                columns = 2 * self.channels if of == "grad_qv" else self.channels
+                columns = 2 * self.channels if of == "grad_qv" else self.outputs
                 rows, processors = self.batch * self.n, devices.processors(self.device)
                 sizes, run = sums.column_sum_launch(rows, columns, processors)
                 parts = room.part(sizes)
@@ -263,24 +263,23 @@ class Plan:
 
             program.pause(pool)
         if not self.landmark_norm:
-            return Sampled(made, landmarks, None)
+            return Sampled(landmarks, None)
         normed, deviations = (
             room.part(self.landmarks, self.dtype),
             room.part(self.landmarks[:3]),
         )
         run = query_norm.norm_launch(
-            torch.Size(self.landmarks), *self._landmark_strides, self.landmarks[2],
+            torch.Size(self.landmarks), *(self._landmark_strides,) * 2, self.landmarks[2],
             (1, self.landmarks[2]), (1, 1), False, True,
         )  # fmt: skip
         # No means are written.
         program.add(run, landmarks, program.part("bandwidth"), normed, deviations, normed)
-        return Sampled(made, normed, deviations)
+        return Sampled(normed, deviations)
 
     @property
-    def _landmark_strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _landmark_strides(self) -> tuple[int, ...]:
         _, heads, count, d = self.landmarks
-        strides = (heads * count * d, count * d, d, 1)
-        return strides, strides
+        return heads * count * d, count * d, d, 1
 
     def _convolve(self, program: Program, source: Part, target: Part, *, flip: bool) -> None:
         """Add the values' convolution to the share of ``target``, or with ``flip`` its gradient; first tokens pass."""
@@ -315,9 +314,8 @@ class Plan:
         part, room = program.part, program.room
         of_width: list[tuple[Part, tuple[int, ...]]] = []  # parts of the bandwidths' gradient
         if sampled.deviations is not None:
-            strides, _ = self._landmark_strides
             run, sizes = query_norm.gradient_launch(
-                torch.Size(self.landmarks), (strides,) * 3, self.landmarks[2],
+                torch.Size(self.landmarks), (self._landmark_strides,) * 3, self.landmarks[2],
                 (1, self.landmarks[2]), (1, 1), False, self.share, True,
             )  # fmt: skip
             of_width.append((room.part(sizes), sizes))

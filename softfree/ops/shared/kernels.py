@@ -40,7 +40,8 @@ def part_sum_kernel(
         part = first + tl.arange(0, PARTS)
         begin = (part // inner).to(tl.int64) * outer_stride + part % inner * inner_stride
         exists = (part < parts)[:, None] & (element < elements)[None, :]
-        b_sum += tl.load(p_parts + begin[:, None] + place[None, :], mask=exists, other=0.0)
+        b_part = tl.load(p_parts + begin[:, None] + place[None, :], mask=exists, other=0.0)
+        b_sum += b_part.to(tl.float32)
     b_out = tl.sum(b_sum, 0)
     place = high * out_high + between * out_middle + element % low * out_low
     if ADD:

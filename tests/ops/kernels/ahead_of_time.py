@@ -155,6 +155,8 @@ def compile_call(architecture: int = 90, **settings) -> None:
         norm._add_forward(x, x, weight, weight, 1e-5, True)
         norm._add_backward(x, x, weight, 1e-5)
         sums.column_sums(x)
+        sums.part_sum_launch((3, 640), (1,), None, True)(weight, weight, weight)
+        sums.token_sum_launch(2, 1, 64, (640, 64), (1280, 128), 0.5)(x, x)
         return
     n, m, d = settings["n"], settings["m"], settings["d"]
     d_v = settings.get("d_v", d)

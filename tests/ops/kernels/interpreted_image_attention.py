@@ -75,9 +75,11 @@ def errors(case: tuple) -> dict[str, float]:
         torch.nn.init.normal_(layer.sampler.norm.bias, 0, 0.2)
     elif layer.log_bandwidth is not None:
         torch.nn.init.uniform_(layer.log_bandwidth, -0.3, 0.3)
+    if prefix == 2:  # not as many channels out as in
+        layer.proj = torch.nn.Linear(heads * d, heads * d + 8)
     layer.half()
     x = torch.randn(2, prefix + size[0] * size[1], heads * d).half()
-    grad = torch.randn_like(x)
+    grad = torch.randn(*x.shape[:2], layer.proj.out_features).half()
     image_attention.fits = lambda x, weight: x.dtype == torch.float16
     found = gradients(layer, x.requires_grad_(), size, grad)
     with torch.no_grad():
