@@ -16,6 +16,7 @@ ORDERS = (1, 2)
 SOLVE_RIDGE = {1: 0.01, 2: 0.1}
 # Below it float32 would not factor matrices of coinciding landmarks.
 LEAST_SOLVE_RIDGE = 1e-4
+LEAST_SCALE = 1e-30  # half of it times an infinite distance is still infinite in float32
 
 
 class InverseSettings(NamedTuple):
@@ -78,8 +79,10 @@ class AttentionSettings(NamedTuple):
 
     def check(self) -> None:
         """Raise if a setting makes no sense; those of the inverse are checked where they are made."""
-        if not isinstance(self.scale, (int, float)) or not 0 < self.scale < math.inf:
-            raise ValueError(f"scale must be a finite number > 0, got {self.scale!r}")
+        if not isinstance(self.scale, (int, float)) or not LEAST_SCALE <= self.scale < math.inf:
+            raise ValueError(
+                f"scale must be a finite number of at least {LEAST_SCALE}, got {self.scale!r}"
+            )
 
 
 class Inputs(NamedTuple):

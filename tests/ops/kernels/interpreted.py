@@ -61,7 +61,7 @@ def main() -> None:
     inverses = []
     for path, tokens in (("one launch", 1024), ("three launches", 0)):
         launch.remembered_call.cache_clear()
-        launch.ONE_LAUNCH = dict.fromkeys(launch.ONE_LAUNCH, ((tokens, 1000),))
+        launch.ONE_LAUNCH = ((tokens, 1000),)
         chunked.FEW_TOKENS = tokens or 60  # in three launches some cases keep U, others do not
         devices.processors = lambda device: (
             6

@@ -55,7 +55,7 @@ MAX_SPLIT_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's r
 # One launch each way, a program per head, up to so many tokens while the heads are at most so many per processor.
 # With more heads the token passes of their own keep more programs on a processor. One launch does not keep U, so
 # its tokens are at most ``chunked.FEW_TOKENS``.
-ONE_LAUNCH = {"newton": ((1024, 1), (256, 4)), "solve": ((1024, 1), (256, 4))}
+ONE_LAUNCH = ((1024, 1), (256, 4))
 
 
 class Tile(NamedTuple):
@@ -234,8 +234,7 @@ class _Call:
         shape, n = self.shape, max(self.n, self.n_k)
         count = devices.processors(self.device)
         fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS
-        limits = ONE_LAUNCH[self.settings.inverse.method]
-        few = any(n <= tokens and shape.rows <= heads * count for tokens, heads in limits)
+        few = any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
         return fits and few
 
     def deal(self, n: int, tile: Tile) -> tuple[int, int]:
