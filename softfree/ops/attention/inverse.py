@@ -168,9 +168,8 @@ def newton_inverse(
     Example:
         >>> import torch, softfree
         >>> a = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
-        >>> (softfree.newton_inverse(a) @ a).round(decimals=4)
-        tensor([[1., 0.],
-                [0., 1.]])
+        >>> torch.allclose(softfree.newton_inverse(a) @ a, torch.eye(2), atol=1e-5)
+        True
     """
     _check_matrix(a)
     return invert(a, InverseSettings.newton(iterations, start, ridge))

@@ -2,7 +2,7 @@
 
 Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line a case: relative
 errors of W, of the factor's product and, going back, of W, dU and the landmarks' gradient, each beside
-what float32 arithmetic with LAPACK's factor is off.
+what float32 arithmetic may be off: what it is with LAPACK's factor, at least a rounding times the condition.
 """
 
 import json
@@ -150,7 +150,9 @@ def errors(kind: str, shape: tuple, dtype: torch.dtype, order: int, normalize: b
         # Landmarks all alike or all apart have no gradient but rounding's, of what it is made of.
         size = (wanted[0].norm() * grad_w[head].sum(0).norm()).item() * scale
         found["dl"] = [e * wanted[2].norm().clamp(min=1e-9).item() / max(size * 1e-3, wanted[2].norm().item()) for e in found["dl"]]  # fmt: skip
-        for name, pair in found.items():
+        rounding = torch.finfo(torch.float32).eps * torch.linalg.cond(wanted[3]).square().item()
+        for name, (error, plain) in found.items():
+            pair = error, max(plain, rounding)
             worst[name] = [max(p) for p in zip(pair, worst.get(name, pair), strict=True)]
     return worst
 

@@ -11,9 +11,9 @@ def test_interpreted_solve_agrees_with_float64():
     assert len(lines) > 12
     for line in lines:
         half = "torch.float16" in line["case"]  # distances from products: 1e-5 of them
-        for name, (found, float32) in line["errors"].items():
+        for name, (found, rounding) in line["errors"].items():
             if name == "x":
                 bound = 5e-5 if half else 1e-5
             else:
-                bound = 1e-3 if half else max(2e-4, 6 * float32)
-            assert found < bound, (line["case"], name, found, float32)
+                bound = 1e-3 if half else max(2e-4, 6 * rounding)
+            assert found < bound, (line["case"], name, found, rounding)
