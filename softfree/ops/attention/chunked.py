@@ -3,33 +3,32 @@
 Tokens are read in chunks whose kernel values stay in the processor's cache. Those of the first chunks are kept
 for the second pass, the others computed again. Nothing of size n x m outlives a call: beside the result,
 the forward pass keeps O(m^2 + m d) per head for the backward pass. Buffers are made once per call and
-reused by every chunk, since on a CPU fresh memory costs more than the arithmetic done in it.
+reused by every chunk, since on a CPU fresh memory costs more than the arithmetic done in it; and a call of few tokens
+is made of few calls of PyTorch's, each of which costs as much as thousands of products.
 
-Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = sqrt(scale) (x - c)``,
+Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = x - c``,
 
-    -scale ||q - l||^2 / 2 = q~ . l~ - ||q~||^2 / 2 - ||l~||^2 / 2 = (q~, ||q~||^2, 1) . (l~, -1/2, -||l~||^2 / 2),
+    -||q - l||^2 / 2 = q~ . l~ - ||q~||^2 / 2 - ||l~||^2 / 2 = (q~, ||q~||^2, 1) . (l~, -1/2, -||l~||^2 / 2),
 
 where the shift by ``c`` keeps the terms as small as the distances themselves, so that their difference
 stays accurate. The 1 also gives the backward pass its sums over tokens. The scale has a factor log2 e, since
 powers of 2 are several times as fast as those of e on some processors.
+
+Inside, heads are rows: (batch * heads, ...). On a CPU the m x m part is computed in float64, which costs little there.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from softfree.ops.attention.mixing import (
-    LOG2_E,
-    invert_landmarks,
-    landmark_matrix,
-    mix,
-    mixing_backward,
-)
-from softfree.ops.attention.reference import squared_distance
+from softfree.ops.attention.mixing import LOG2_E, invert_landmarks, mix, mixing_backward
+from softfree.ops.attention.reference import among_present, squared_distance
 from softfree.ops.attention.settings import AttentionSettings, Inputs
 from softfree.ops.shared.precision import compute_dtype
+from softfree.ops.shared.registration import LEFT_OUT
 from softfree.ops.shared.shapes import tiles_of, token_tensor
 
 # Kernel values a chunk may hold. On a CPU they are meant to stay in cache; elsewhere launches should be
@@ -47,24 +46,36 @@ APART = FAR * 2**29
 FEW_TOKENS = 1024  # up to so many, U is computed again for the backward pass instead of kept
 
 
-def forward(inputs: Inputs, settings: AttentionSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), ``U = P V`` in :func:`sums_shape`."""
-    q, k, v, landmarks, key_mask, landmark_mask = inputs
-    points = _Landmarks(landmarks, landmark_mask, settings.scale)
-    a, inverse = invert_landmarks(points.values, landmark_mask, settings)
+def forward(
+    inputs: Inputs, settings: AttentionSettings, keep: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), ``U = P V`` in :func:`sums_shape`.
+
+    The last two are left out where they are not to be ``keep``-t.
+    """
+    q, k, v, landmarks, key_mask, _ = inputs
+    points = _Landmarks(inputs, settings.scale)
+    a = points.matrix()
+    inverse = invert_landmarks(a, settings.inverse, points.dtype)
     x = token_tensor(q, v.shape[-1])
-    u = points.values.new_empty(*landmarks.shape[:3], v.shape[-1])
+    u = points.empty(v.shape[-1])
     keys = _Tokens("keys", q if k is None else k, points)
     queries = keys if k is None else _Tokens("queries", q, points)
-    product = points.scratch.product
-    for batch, key_chunks, query_chunks in _plan(q, keys.tokens, landmarks.shape[2]):
+    for batch, key_chunks, query_chunks in _plan(q, keys.tokens, points.count):
+        rows = points.rows(batch)
+        sums = _of(u, rows)
         for chunk in key_chunks:
-            keys.collect(u, v, key_mask, batch, chunk)
-        w = mix(u[batch], a[batch], inverse[batch], settings).flatten(0, 1)
+            keys.collect(sums, v, key_mask, batch, chunk)
+        w = mix(sums, _of(a, rows), _of(inverse, rows), settings).to(points.dtype)
         for chunk in reversed(query_chunks):  # the last chunk's kernel is still there
-            product(x[batch, :, chunk], queries.kernel(batch, chunk), w)
-    kept = sums_shape(v, landmarks)
-    return x, inverse, u if kept == u.shape else u.new_empty(kept)
+            points.product(_of(x, batch, chunk), queries.kernel(batch, chunk), w)
+    if not keep:
+        return x, LEFT_OUT, LEFT_OUT
+    # LAPACK's columns lie next to each other; operators promise rows.
+    kept = torch.empty(inverse.shape, dtype=points.dtype, device=q.device).copy_(inverse)
+    shape = sums_shape(v, landmarks)
+    u = u.view(shape) if math.prod(shape) == u.numel() else u.new_empty(shape)
+    return x, kept.view(inverse_shape(landmarks, settings)), u
 
 
 def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, ...]:
@@ -91,158 +102,185 @@ def backward(
     With ``E = R * (G W^T)`` for queries and ``E = P^T * (V dU^T)`` for keys, the exponential's part is
     ``dQ = scale (E L - rowsum(E) Q)`` and ``dL = scale (E^T Q - colsum(E) L)``.
     """
-    q, k, v, landmarks, key_mask, landmark_mask = inputs
-    points = _Landmarks(landmarks, landmark_mask, settings.scale)
-    a = landmark_matrix(points.values, landmark_mask, settings.scale)
+    q, k, v, landmarks, key_mask, _ = inputs
+    points = _Landmarks(inputs, settings.scale)
+    a, inverse = points.matrix(), inverse.flatten(0, 1).to(points.wide)
     kept = u.numel() > 0
-    if not kept:
-        u = points.values.new_empty(*landmarks.shape[:3], v.shape[-1])
-    grad_w = torch.empty_like(u)
-    grad_landmarks = torch.empty_like(points.values, memory_format=torch.contiguous_format)
+    u = u.flatten(0, 1) if kept else points.empty(v.shape[-1])
+    grad_w = points.empty(v.shape[-1])
+    grad_landmarks = torch.empty_like(points.centred)
     grad_q = token_tensor(q, q.shape[-1])
     grad_k = q.new_empty(0) if k is None else token_tensor(k, k.shape[-1])
     grad_v = token_tensor(v, v.shape[-1])
     keys = _Tokens("keys", q if k is None else k, points)
     queries = keys if k is None else _Tokens("queries", q, points)
-    load, product = points.scratch.load, points.scratch.product
-    for batch, key_chunks, query_chunks in _plan(q, keys.tokens, landmarks.shape[2]):
+    load, product = points.load, points.product
+    for batch, key_chunks, query_chunks in _plan(q, keys.tokens, points.count):
+        rows = points.rows(batch)
+        sums, grad_sums = _of(u, rows), _of(grad_w, rows)
         for chunk in query_chunks:
-            g = load("grad", grad[batch, :, chunk])
-            _add_product(grad_w[batch], queries.kernel(batch, chunk).mT, g, chunk)
+            g = load("grad", _of(grad, batch, chunk))
+            _add_product(grad_sums, queries.kernel(batch, chunk).mT, g, chunk)
             if k is None and not kept:  # the chunk's kernel is still there
-                keys.collect(u, v, key_mask, batch, chunk)
+                keys.collect(sums, v, key_mask, batch, chunk)
         for chunk in () if k is None or kept else key_chunks:
-            keys.collect(u, v, key_mask, batch, chunk)
+            keys.collect(sums, v, key_mask, batch, chunk)
+        of_landmarks = _of(grad_landmarks, rows)
         w, grad_u, through_inverse = mixing_backward(
-            grad_w[batch],
-            u[batch],
-            a[batch],
-            inverse[batch],
-            points.values[batch],
-            None if landmark_mask is None else landmark_mask[batch],
+            grad_sums,
+            sums,
+            _of(a, rows),
+            _of(inverse, rows),
+            _of(points.centred, rows),
+            None if points.mask is None else points.mask[rows],
             settings,
         )
-        w, grad_u = w.flatten(0, 1), grad_u.flatten(0, 1)
-        grad_landmarks[batch] = through_inverse
+        of_landmarks.copy_(through_inverse)
+        w, grad_u = w.to(points.dtype), grad_u.to(points.dtype)
         for chunk in reversed(query_chunks):
-            g = load("grad", grad[batch, :, chunk])
+            g = load("grad", _of(grad, batch, chunk))
             r = queries.kernel(batch, chunk)
-            e = torch.bmm(g, w.mT, out=points.scratch("scores", r.shape))
+            e = torch.bmm(g, w.mT, out=points.buffer("scores", r.shape))
             if k is None:  # queries are the keys: one kernel and one pass serve both roles
-                p, values = r, load("values", v[batch, :, chunk])
+                p, values = r, load("values", _of(v, batch, chunk))
                 if key_mask is not None:
                     p, values = _masked(p, values, key_mask[batch, chunk])
                 e.baddbmm_(values, grad_u.mT)
-                product(grad_v[batch, :, chunk], p, grad_u)
+                product(_of(grad_v, batch, chunk), p, grad_u)
             points_of = queries.points(batch, chunk)
             points.through_exponential(
-                e.mul_(r), points_of, batch, grad_q[batch, :, chunk], grad_landmarks[batch]
+                e.mul_(r), points_of, rows, _of(grad_q, batch, chunk), of_landmarks
             )
         if k is None:
             continue
         for chunk in reversed(key_chunks):
-            p, values = keys.kernel(batch, chunk), load("values", v[batch, :, chunk])
+            p, values = keys.kernel(batch, chunk), load("values", _of(v, batch, chunk))
             points_of = keys.points(batch, chunk)
             if key_mask is not None:  # NaN at a masked key must reach no gradient
                 p, values = _masked(p, values, key_mask[batch, chunk])
                 points_of.masked_fill_(_absent(key_mask[batch, chunk], points_of), 0)
-            e = torch.bmm(values, grad_u.mT, out=points.scratch("scores", p.shape))
-            product(grad_v[batch, :, chunk], p, grad_u)
+            e = torch.bmm(values, grad_u.mT, out=points.buffer("scores", p.shape))
+            product(_of(grad_v, batch, chunk), p, grad_u)
             points.through_exponential(
-                e.mul_(p), points_of, batch, grad_k[batch, :, chunk], grad_landmarks[batch]
+                e.mul_(p), points_of, rows, _of(grad_k, batch, chunk), of_landmarks
             )
-    return grad_q, grad_k, grad_v, grad_landmarks.to(landmarks.dtype)
-
-
-class _Scratch:
-    """Named buffers of one dtype and device, grown when a larger one is asked for."""
-
-    def __init__(self, like: Tensor):
-        self.like = like
-        self.buffers: dict[str, Tensor] = {}
-
-    def __call__(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
-    ) -> Tensor:
-        size = math.prod(shape)
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = self.buffers[name] = self.like.new_empty(size, dtype=dtype)
-        return buffer[:size].view(shape)
-
-    def load(self, name: str, tokens: Tensor) -> Tensor:
-        """(batch, heads, chunk, d) of any dtype and strides as (batch * heads, chunk, d), rows contiguous."""
-        one_stride = tokens.shape[0] == 1 or tokens.stride(0) == tokens.shape[1] * tokens.stride(1)
-        if tokens.dtype == self.like.dtype and one_stride and tokens.stride(3) == 1:
-            return tokens.flatten(0, 1)
-        return self(name, tokens.shape).copy_(tokens).flatten(0, 1)
-
-    def product(self, out: Tensor, left: Tensor, right: Tensor) -> None:
-        """``left @ right`` of (batch * heads, ..., ...) into ``out`` (batch, heads, chunk, d)."""
-        if out.shape[0] == 1 and out.dtype == left.dtype:
-            for head in range(out.shape[1]):  # a matrix product may write rows that lie apart
-                torch.mm(left[head], right[head], out=out[0, head])
-            return
-        rows = self("rows", (left.shape[0], left.shape[1], right.shape[2]))
-        out.copy_(torch.bmm(left, right, out=rows).view(out.shape))
+    return grad_q, grad_k, grad_v, grad_landmarks.to(landmarks.dtype).view(landmarks.shape)
 
 
 class _Landmarks:
-    """Landmarks prepared once for all chunks: centred, and as one side of the exponent."""
+    """Landmarks prepared once for all chunks: centred, as one side of the exponent; and buffers that chunks share.
 
-    def __init__(self, landmarks: Tensor, mask: Tensor | None, scale: float):
-        self.root = math.sqrt(scale * LOG2_E)
+    dtype, wide: of what is as large as the tokens, and of the m x m part.
+    values, centred: (batch * heads, m, d), wide; 0 where masked, and 0 less the centre.
+    side: (batch * heads, m, d + 2), to be multiplied with tokens.
+    """
+
+    def __init__(self, inputs: Inputs, scale: float):
+        landmarks, mask = inputs.landmarks, inputs.landmark_mask
         self.heads, self.count = landmarks.shape[1:3]
-        self.values = landmarks.to(compute_dtype(landmarks.dtype))
-        self.absent = None
+        self.scale = scale
+        self.dtype = compute_dtype(landmarks.dtype)
+        self.device = landmarks.device
+        self.on_cpu = self.device.type == "cpu"
+        self.wide = torch.float64 if self.on_cpu else self.dtype
+        self.buffers: dict[str, Tensor] = {}
+        values, self.mask = landmarks.flatten(0, 1).to(self.wide), None
         if mask is None:
-            self.centre = self.values.mean(2, keepdim=True)
+            centre = values.mean(1, keepdim=True)
         else:
-            self.absent = ~mask[:, None, None, :]
-            self.values = torch.where(mask[:, None, :, None], self.values, 0)
-            count = mask.sum(1).clamp(min=1)[:, None, None, None]
-            self.centre = self.values.sum(2, keepdim=True) / count
-        self.scratch = _Scratch(self.values)
-        self.on_cpu = self.values.device.type == "cpu"
-        self.far = self.apart = False
-        norms = self._prepare(self.values - self.centre)
-        if self.on_cpu and norms.numel() > 0:
-            farthest = norms.max().item() / LOG2_E
-            self.far = farthest > FAR and norms.dtype == torch.float32
-            self.apart = farthest > APART
-        if self.far:
-            self.centre = self.centre.double()
-            self._prepare(self.values - self.centre)
+            self.mask = mask.repeat_interleave(self.heads, 0)
+            values = torch.where(self.mask[..., None], values, 0)
+            count = self.mask.sum(1)[:, None, None].clamp(min=1)
+            centre = values.sum(1, keepdim=True) / count
+        self.values, self.centred = values, values - centre
+        norms = torch.linalg.vector_norm(self.centred, dim=-1).square_()
+        farthest = scale * norms.max().item() if self.on_cpu and norms.numel() > 0 else 0.0
+        self.apart = farthest > APART
+        kind = self.wide if farthest > FAR else self.dtype
+        self.centre = centre.to(kind).view(-1, self.heads, 1, centre.shape[2])
+        self.wide_side = torch.nn.functional.pad(self.centred, (0, 2), value=-0.5)
+        self.wide_side[..., -1].mul_(norms)
+        self.wide_side.mul_(scale * LOG2_E)
+        self.side = self.wide_side.to(kind)
+        self.norms = norms
 
-    def _prepare(self, centred: Tensor) -> Tensor:
-        """Keep centred landmarks (batch, heads, m, d), scaled, as a side of the exponent; return their squared norms."""
-        scaled = centred.flatten(0, 1).mul_(self.root)
-        norms = scaled.square().sum(-1, keepdim=True)
-        ends = (torch.full_like(norms, -0.5), norms * -0.5)
-        self.side = torch.cat([scaled, *ends], -1)  # (batch * heads, m, d + 2)
-        return norms
+    def matrix(self) -> Tensor:
+        """``A = kappa(L, L)``, (batch * heads, m, m), wide."""
+        if self.on_cpu and not self.apart:
+            points = torch.nn.functional.pad(self.centred, (0, 2), value=1.0)
+            points[..., -2].copy_(self.norms)
+            a = torch.bmm(points, self.wide_side.mT)
+        else:
+            a = squared_distance(self.values, self.values).mul_(-0.5 * self.scale * LOG2_E)
+        a.exp2_()
+        return a if self.mask is None else among_present(a, self.mask)
+
+    @functools.cached_property
+    def summing(self) -> Tensor:
+        """``scale (l~, 1)``, (batch * heads, m, d + 1): products with it sum, too."""
+        ends = torch.nn.functional.pad(self.centred, (0, 1), value=1.0)
+        return ends.mul_(self.scale).to(self.side.dtype)
+
+    def empty(self, channels: int) -> Tensor:
+        """Room for U, or its gradient."""
+        shape = self.centred.shape[0], self.count, channels
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Memory that whoever asks for this name shares, grown when more is asked for."""
+        buffer = self.buffers.get(name)
+        if buffer is not None and buffer.shape == shape:
+            return buffer
+        size = math.prod(shape)
+        if buffer is not None and buffer.numel() > size:
+            return buffer.view(-1)[:size].view(shape)
+        buffer = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        self.buffers[name] = buffer
+        return buffer
+
+    def load(self, name: str, tokens: Tensor) -> Tensor:
+        """(batch, heads, chunk, d) of any dtype and strides as (batch * heads, chunk, d), rows contiguous."""
+        batch, heads, length, channels = tokens.shape
+        by_batch, by_head, by_token, by_channel = tokens.stride()
+        if (
+            tokens.dtype == self.dtype
+            and (batch == 1 or by_batch == heads * by_head)
+            and by_channel == 1
+        ):
+            return tokens.as_strided(
+                (batch * heads, length, channels), (by_head, by_token, by_channel)
+            )
+        return self.buffer(name, tokens.shape).copy_(tokens).flatten(0, 1)
+
+    def product(self, out: Tensor, left: Tensor, right: Tensor) -> None:
+        """``left @ right`` of (batch * heads, ..., ...) into ``out`` (batch, heads, chunk, d)."""
+        if out.shape[0] == 1 and out.dtype == left.dtype:  # products may write rows that lie apart
+            torch.bmm(left, right, out=out[0])
+            return
+        rows = self.buffer("rows", (left.shape[0], left.shape[1], right.shape[2]))
+        out.copy_(torch.bmm(left, right, out=rows).view(out.shape))
 
     def rows(self, batch: slice) -> slice:
         """Of batch * heads."""
         return slice(batch.start * self.heads, batch.stop * self.heads)
 
     def through_exponential(
-        self, e: Tensor, points: Tensor, batch: slice, grad: Tensor, grad_landmarks: Tensor
+        self, e: Tensor, points: Tensor, rows: slice, grad: Tensor, grad_landmarks: Tensor
     ) -> None:
         """Write the ``grad`` of a chunk; add the landmarks' part to ``grad_landmarks``.
 
         ``points`` (rows, chunk, d + 2) end in a 1, so that a product with them sums E as well; so do the landmarks here.
         """
-        factor, channels = self.root / LOG2_E, grad.shape[-1]
-        scaled = self.side[self.rows(batch), :, :channels]
-        e = e.to(scaled.dtype)  # what cancels in the exponent cancels here, too
+        channels = grad.shape[-1]
+        summing = _of(self.summing, rows)
+        e = e.to(summing.dtype)  # what cancels in the exponent cancels here, too
         into = torch.bmm(e.mT, points)
-        into = into[..., :channels].addcmul_(into[..., -1:], scaled, value=-1)
-        grad_landmarks.add_(into.view(grad_landmarks.shape), alpha=factor)
-        summing = torch.nn.functional.pad(scaled * factor, (0, 1), value=factor)
-        rows = torch.bmm(e, summing).view(*grad.shape[:3], -1)
+        part = into[..., -1:] * _of(self.centred, rows)
+        part.sub_(into[..., :channels])
+        grad_landmarks.add_(part, alpha=-self.scale)
+        found = torch.bmm(e, summing).view(*grad.shape[:3], -1)
         points = points.view(*grad.shape[:3], -1)[..., :channels]
-        torch.addcmul(rows[..., :channels], rows[..., -1:], points, value=-1, out=grad)
+        torch.addcmul(found[..., :channels], found[..., -1:], points, value=-1, out=grad)
 
 
 class _Tokens:
@@ -255,18 +293,22 @@ class _Tokens:
         self.kept = KEPT_CHUNKS.get(tokens.device.type, 1)
         self.batch: slice | None = None
         self.kernels: list[tuple[slice, Tensor]] = []
+        self.last: tuple[slice, slice, Tensor] | None = None
 
     def points(self, batch: slice, chunk: slice) -> Tensor:
-        """Centred and scaled tokens, their squared norm and 1: (batch * heads, chunk, d + 2)."""
+        """Centred tokens, their squared norm and 1: (batch * heads, chunk, d + 2); valid until the next."""
+        if self.last is not None and self.last[:2] == (batch, chunk):
+            return self.last[2]
         marks = self.landmarks
-        tokens = self.tokens[batch, :, chunk]
+        tokens = _of(self.tokens, batch, chunk)
         rows, heads, length, channels = tokens.shape
-        points = marks.scratch(self.name, (rows, heads, length, channels + 2), marks.side.dtype)
-        scaled, norms = points[..., :channels], points[..., channels]
-        torch.sub(tokens, marks.centre[batch], out=scaled).mul_(marks.root)
-        torch.linalg.vector_norm(scaled, dim=-1, out=norms).square_()
-        points[..., -1] = 1
-        return points.flatten(0, 1)
+        points = marks.buffer(self.name, (rows, heads, length, channels + 2), marks.side.dtype)
+        centred, norms = points[..., :channels], points[..., channels]
+        torch.sub(tokens, _of(marks.centre, batch), out=centred)
+        torch.linalg.vector_norm(centred, dim=-1, out=norms).square_()
+        points[..., -1].fill_(1)
+        self.last = batch, chunk, points.flatten(0, 1)
+        return self.last[2]
 
     def kernel(self, batch: slice, chunk: slice) -> Tensor:
         """``kappa(tokens, landmarks)``, (batch * heads, chunk, m); valid until others are computed."""
@@ -282,24 +324,25 @@ class _Tokens:
 
     def _kernel(self, batch: slice, chunk: slice, name: str) -> Tensor:
         marks = self.landmarks
-        tokens = self.tokens[batch, :, chunk]
+        tokens = _of(self.tokens, batch, chunk)
         rows, heads, length, _ = tokens.shape
-        exponent = marks.scratch(name, (rows * heads, length, marks.count))
+        of_batch = marks.rows(batch)
+        exponent = marks.buffer(name, (rows * heads, length, marks.count))
         if marks.apart:
-            points = tokens.to(exponent.dtype).flatten(0, 1)
-            distance = squared_distance(points, marks.values[batch].flatten(0, 1))
-            torch.mul(distance, -0.5 * marks.root**2, out=exponent)
+            points = tokens.to(marks.wide).flatten(0, 1)
+            distance = squared_distance(points, _of(marks.values, of_batch))
+            torch.mul(distance, -0.5 * marks.scale * LOG2_E, out=exponent)
         else:
-            side = marks.side[marks.rows(batch)].mT
-            if marks.far:
-                exponent.copy_(torch.bmm(self.points(batch, chunk), side))
-            else:
+            side = _of(marks.side, of_batch).mT
+            if marks.side.dtype == exponent.dtype:
                 torch.bmm(self.points(batch, chunk), side, out=exponent)
+            else:
+                exponent.copy_(torch.bmm(self.points(batch, chunk), side))
         if not marks.on_cpu:
             exponent.clamp_(max=0)  # nobody has looked whether terms are small enough
         values = exponent.exp2_()
-        if marks.absent is not None:
-            values.view(rows, heads, length, -1).masked_fill_(marks.absent[batch], 0)
+        if marks.mask is not None:
+            values.masked_fill_(~_of(marks.mask, of_batch)[:, None, :], 0)
         return values
 
     def collect(
@@ -307,15 +350,27 @@ class _Tokens:
     ) -> None:
         """Add a chunk's part to ``U = P V``."""
         p = self.kernel(batch, chunk)
-        values = self.landmarks.scratch.load("values", v[batch, :, chunk])
+        values = self.landmarks.load("values", _of(v, batch, chunk))
         if mask is not None:
             p, values = _masked(p, values, mask[batch, chunk])
-        _add_product(u[batch], p.mT, values, chunk)
+        _add_product(u, p.mT, values, chunk)
+
+
+def _of(tensor: Tensor, first: slice, chunk: slice | None = None) -> Tensor:
+    """Some of the first dimension and, of tokens (batch, heads, n, d), a chunk; the tensor itself if that is all."""
+    if first.stop - first.start < tensor.shape[0]:
+        tensor = tensor[first]
+    if chunk is not None and chunk.stop - chunk.start < tensor.shape[2]:
+        tensor = tensor[:, :, chunk]
+    return tensor
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, chunk: slice) -> None:
-    """Add a chunk's product to (batch, heads, m, d), which may hold anything before the first."""
-    total.flatten(0, 1).baddbmm_(left, right, beta=int(chunk.start > 0))
+    """Add a chunk's product to (batch * heads, m, d), which may hold anything before the first."""
+    if chunk.start > 0:
+        total.baddbmm_(left, right)
+    else:
+        torch.bmm(left, right, out=total)
 
 
 def _masked(kernel: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,42 +13,35 @@ import torch
 from torch import Tensor
 
 from softfree.ops.attention.inverse import factored_newton, newton_iterate
-from softfree.ops.attention.reference import (
-    among_present,
-    normalize_inverse,
-    normalizers,
-    squared_distance,
-)
+from softfree.ops.attention.reference import normalize_inverse, normalizers
 from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 from softfree.ops.attention.solve import inverse_factor, solve, solve_backward
 
 LOG2_E = math.log2(math.e)  # exp(x) is 2^(x log2 e), several times as fast on some processors
 
 
-def landmark_matrix(landmarks: Tensor, landmark_mask: Tensor | None, scale: float) -> Tensor:
-    """``A`` of landmarks (batch, heads, m, d) and their mask (batch, m): (batch, heads, m, m)."""
-    a = squared_distance(landmarks, landmarks).mul_(-0.5 * scale * LOG2_E).exp2_()
-    return a if landmark_mask is None else among_present(a, landmark_mask[:, None, :])
-
-
-def invert_landmarks(
-    landmarks: Tensor, landmark_mask: Tensor | None, settings: AttentionSettings
-) -> tuple[Tensor, Tensor]:
-    """Kernel matrix and what is kept of its inverse, of landmarks (batch, heads, m, d): two (batch, heads, m, m)."""
-    a = landmark_matrix(landmarks, landmark_mask, settings.scale)
-    if settings.inverse.method == "solve":
-        return a, inverse_factor(a, settings.inverse.ridge)
+def invert_landmarks(a: Tensor, settings: InverseSettings, dtype: torch.dtype) -> Tensor:
+    """What is kept of the inverse of kernel matrices (..., m, m): of a solve in their dtype, of Newton's in ``dtype``."""
+    if settings.method == "solve":
+        return inverse_factor(a, settings.ridge)
     # Elsewhere float64 is slow or absent.
     newton = factored_newton if a.device.type == "cpu" else newton_iterate
-    return a, newton(a, settings.inverse)
+    return newton(a.to(dtype), settings)
 
 
 def mix(u: Tensor, a: Tensor, inverse: Tensor, settings: AttentionSettings) -> Tensor:
-    """``W = Y' U``, (batch, heads, m, d_v)."""
+    """``W = Y' U``, (..., m, d_v), of U as it is and both others in their dtypes."""
     if settings.inverse.method == "solve":
-        root = normalizers(a, settings.normalize)
-        return root * solve(inverse, root * u, settings.inverse.ridge, settings.inverse.order)
-    return (normalize_inverse(inverse, a) if settings.normalize else inverse) @ u
+        return solve(
+            inverse,
+            u.to(inverse.dtype),
+            settings.inverse.ridge,
+            settings.inverse.order,
+            normalizers(a, True) if settings.normalize else None,
+        )
+    if settings.normalize:
+        inverse = normalize_inverse(inverse, a.to(inverse.dtype))
+    return inverse @ u
 
 
 def mixing_backward(
@@ -57,7 +50,7 @@ def mixing_backward(
     a: Tensor,
     inverse: Tensor,
     landmarks: Tensor,
-    landmark_mask: Tensor | None,
+    mask: Tensor | None,
     settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From dW to ``W = Y' U``, ``dU = Y'^T dW`` and the gradient of the landmarks through ``Y'`` alone.
@@ -68,23 +61,25 @@ def mixing_backward(
     ``dL_i = scale * sum_j (E_ij + E_ji) (L_j - L_i)`` with ``E = A * dA``.
 
     Args:
-        grad_w, u: (batch, heads, m, d_v); a, inverse: (batch, heads, m, m);
-            landmarks: (batch, heads, m, d), 0 where masked.
+        grad_w, u: (..., m, d_v).
+        a, inverse: (..., m, m), in the dtype that all is computed in.
+        landmarks: (..., m, d), of any values where masked.
+        mask: (..., m), True for landmarks that take part.
     """
     root = normalizers(a, settings.normalize)
-    root_u, root_grad_w = root * u, root * grad_w
+    root_u, root_grad_w = root * u.to(a.dtype), root * grad_w.to(a.dtype)
     right, left, grad_a = _inverse_backward(inverse, root_u, root_grad_w, settings.inverse)
     if settings.normalize:
-        rows = (root_grad_w * right + root_u * left).sum(-1, keepdim=True)
-        grad_a = grad_a - 0.5 * root.square() * rows
-    e = settings.scale * a * (grad_a + grad_a.mT)
-    if landmark_mask is not None:
-        e = torch.where(landmark_mask[:, None, :, None] & landmark_mask[:, None, None, :], e, 0)
+        rows = (root_grad_w * right).addcmul_(root_u, left).sum(-1, keepdim=True)
+        grad_a.sub_(rows.mul_(root.square()), alpha=0.5)
+    e = a * (grad_a + grad_a.mT)
+    if mask is not None:
+        e = torch.where(mask[..., :, None] & mask[..., None, :], e, 0)
     # Close landmarks far from the origin: the difference cancels most digits of its terms, and at this
     # size float64 costs little.
     e, points = e.double(), landmarks.double()
-    grad_landmarks = (e @ points - e.sum(-1, keepdim=True) * points).to(landmarks.dtype)
-    return root * right, root * left, grad_landmarks
+    grad_landmarks = (e @ points).addcmul_(e.sum(-1, keepdim=True), points, value=-1)
+    return root * right, root * left, grad_landmarks.mul_(settings.scale).to(landmarks.dtype)
 
 
 def _inverse_backward(
@@ -94,4 +89,4 @@ def _inverse_backward(
     if settings.method == "solve":
         return solve_backward(inverse, x, grad, settings.ridge, settings.order)
     right, left = inverse @ x, inverse.mT @ grad
-    return right, left, -(left @ right.mT)
+    return right, left, (left @ right.mT).neg_()

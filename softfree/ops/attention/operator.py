@@ -279,9 +279,10 @@ def _forward(
 
 
 def _forward_unkept(inputs: Inputs, settings: AttentionSettings, backend: str) -> tuple:
-    if backend != "triton":
-        return _forward(inputs, settings, backend)
-    return _implementation(backend).forward(inputs, settings, False)
+    if backend == "triton":
+        return _implementation(backend).forward(inputs, settings, False)
+    with exactly(inputs.q.device):
+        return chunked.forward(inputs, settings, False)
 
 
 def fake(inputs, settings, backend):

@@ -22,15 +22,10 @@ LEFT_OVER = 1e-3
 
 
 def inverse_factor(a: Tensor, ridge: float) -> Tensor:
-    """``M = C^-1``, lower triangular, of ``A + ridge I = C C^T``; (..., m, m). Then ``G = M^T M``.
-
-    On a CPU by way of float64, which costs no more there and leaves M off by one rounding alone.
-    """
-    wide = a.double() if a.device.type == "cpu" else a
-    eye = torch.eye(a.shape[-1], dtype=wide.dtype, device=a.device)
-    lower = torch.linalg.cholesky_ex(torch.add(wide, eye, alpha=ridge)).L
-    # LAPACK's columns lie next to each other; operators promise rows.
-    return torch.linalg.solve_triangular(lower, eye, upper=False).to(a.dtype).contiguous()
+    """``M = C^-1``, lower triangular, of ``A + ridge I = C C^T``; (..., m, m). Then ``G = M^T M``."""
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    lower = torch.linalg.cholesky_ex(torch.add(a, eye, alpha=ridge)).L
+    return torch.linalg.solve_triangular(lower, eye, upper=False)
 
 
 def apply_inverse(factor: Tensor, x: Tensor) -> Tensor:
@@ -38,10 +33,18 @@ def apply_inverse(factor: Tensor, x: Tensor) -> Tensor:
     return factor.mT @ (factor @ x)
 
 
-def solve(factor: Tensor, x: Tensor, ridge: float, order: int) -> Tensor:
-    """``Y X`` of M (..., m, m) and X (..., m, c)."""
-    once = apply_inverse(factor, x)
-    return once if order == 1 else apply_inverse(factor, torch.add(x, once, alpha=ridge))
+def solve(
+    factor: Tensor, x: Tensor, ridge: float, order: int, root: Tensor | None = None
+) -> Tensor:
+    """``Y X`` of M (..., m, m) and X (..., m, c); with a diagonal ``root`` (..., m, 1), ``root Y root X``.
+
+    ``Y X = M^T Z`` with ``Z = M X``, at order 2 ``M^T (Z + r M M^T Z)``.
+    """
+    last = factor if root is None else factor * root.mT
+    z = last @ x
+    if order == 2:
+        z = torch.add(z, factor @ (factor.mT @ z), alpha=ridge)
+    return last.mT @ z
 
 
 def solve_backward(
@@ -53,13 +56,15 @@ def solve_backward(
     ``dA = -(G grad) (Y X)^T - r (G^2 grad) (G X)^T``. All have the rank of the channels.
     """
     channels = x.shape[-1]
-    once, back = apply_inverse(factor, torch.cat([x, grad], -1)).split(channels, -1)
+    both = apply_inverse(factor, torch.cat([x, grad], -1))
+    once, back = both[..., :channels], both[..., channels:]
     if order == 1:
-        return once, back, -(back @ once.mT)
-    right, again = apply_inverse(
-        factor, torch.cat([torch.add(x, once, alpha=ridge), ridge * back], -1)
-    ).split(channels, -1)
-    grad_a = -torch.cat([back, again], -1) @ torch.cat([right, once], -1).mT
+        return once, back, (back @ once.mT).neg_()
+    second = ridge * both
+    second[..., :channels].add_(x)
+    second = apply_inverse(factor, second)
+    right, again = second[..., :channels], second[..., channels:]
+    grad_a = (back @ right.mT).add_(again @ once.mT).neg_()
     return right, back + again, grad_a
 
 

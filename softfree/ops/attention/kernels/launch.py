@@ -701,7 +701,7 @@ def forward_in_parts(
     inverse = (
         _newton_inverse(a, settings.inverse)
         if call.newton
-        else inverse_factor(a, settings.inverse.ridge)
+        else inverse_factor(a, settings.inverse.ridge).contiguous()
     )
     w = torch_mixing.mix(sums, a, inverse, settings)
     call.spread(q, landmarks, landmark_mask, w, x)
@@ -765,8 +765,8 @@ def backward_in_parts(
     done = torch.zeros((shape.rows, shape.tiles), dtype=torch.int32, device=q.device)
     points, mask = landmarks.float(), inputs.landmark_mask
     if mask is not None:
-        mask = mask.view(torch.bool)
-        points = torch.where(mask[:, None, :, None], points, 0)
+        mask = mask.view(torch.bool)[:, None]
+        points = torch.where(mask[..., None], points, 0)
     w, du, through_inverse = torch_mixing.mixing_backward(
         _sum(dw_parts, shape), _sum(u_parts, shape),
         _landmark_matrix(call, landmarks, landmark_mask), inverse, points, mask, call.settings,
