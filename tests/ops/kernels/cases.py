@@ -7,7 +7,7 @@ from torch import Tensor
 
 import softfree
 from softfree.ops.attention import mixing
-from softfree.ops.attention.reference import gaussian_kernel
+from softfree.ops.attention.reference import gaussian_kernel, landmark_kernel
 from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 from softfree.ops.attention.solve import inverse_factor
 
@@ -35,6 +35,9 @@ class Case:
     iterations: int = 20
     inverse: str = "newton"
     order: int = 2
+    one_sign: bool = (
+        False  # values and the result's gradient, so that rounding adds up along sums over tokens
+    )
 
 
 SMALL = {
@@ -75,6 +78,11 @@ LARGE = {
     "long, masked": Case(20000, 49, 32, key_mask=True, batch=1),
     "few landmarks": Case(1500, 3, 32),
     "many heads": Case(40, 6, 16, batch=35000, key_mask=True),
+    "a program a head": Case(300, 49, 32, batch=150),
+    "a program a head, solve": Case(
+        300, 49, 32, batch=150, key_mask=True, inverse="solve", ridge=0.1
+    ),
+    "a program a head, long": Case(4096, 49, 32, batch=150, one_sign=True),
     "wide": Case(1000, 128, 128),
     "wider": Case(1000, 256, 128, batch=1, landmark_mask=True),
     "many landmarks": Case(2000, 500, 32, batch=1),
@@ -96,14 +104,16 @@ def arguments(case: Case, device: str) -> dict[str, Tensor | None]:
     some = torch.rand(batch, keys, device=device) > 0.3
     few = torch.rand(batch, case.m, device=device) > 0.2
     few[:, 0] = True
+    v = normal(batch, heads, keys, case.d_v or case.d)
+    grad = normal(batch, heads, case.n, case.d_v or case.d)
     return {
         "q": q,
-        "v": normal(batch, heads, keys, case.d_v or case.d),
+        "v": v.abs() if case.one_sign else v,
         "landmarks": landmarks,
         "k": normal(batch, heads, keys, case.d) if case.n_k else None,
         "key_mask": some if case.key_mask else None,
         "landmark_mask": few if case.landmark_mask else None,
-        "grad": normal(batch, heads, case.n, case.d_v or case.d),
+        "grad": grad.abs() if case.one_sign else grad,
     }
 
 
@@ -152,7 +162,8 @@ def plain_attention(
         p, v = (torch.where(key_mask[:, None, :, None], t, 0) for t in (p, v))
     inverse = InverseSettings.of(case.inverse, case.iterations, case.start, case.ridge, case.order)
     settings = AttentionSettings(scale, case.normalize, inverse)
-    a = mixing.landmark_matrix(landmarks.float(), landmark_mask, scale)
+    present = None if landmark_mask is None else landmark_mask[:, None]
+    a = landmark_kernel(landmarks.float(), present, scale)
     if case.inverse == "solve":
         kept = inverse_factor(a, case.ridge)
     else:

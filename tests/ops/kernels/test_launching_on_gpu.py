@@ -146,6 +146,37 @@ def test_torchs_profiler_shows_the_operator():
     assert {"softfree::attention", "softfree::attention_backward"} <= names
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["SOFT++", "softfree"])
+def test_a_layers_kernels_run_on_the_current_stream_and_in_a_graph(own):
+    options = dict(landmarks="average", query_norm=True, bandwidth="learned", inverse="solve")
+    torch.manual_seed(0)
+    layer = softfree.SoftAttention(64, 2, stride=2, value_conv=3, **(options if own else {}))
+    layer.to("cuda", torch.bfloat16)
+    x = torch.randn(2, 196, 64, device="cuda", dtype=torch.bfloat16)
+
+    def gradients(tokens: Tensor) -> list[Tensor]:
+        leaf = tokens.detach().requires_grad_()
+        out = layer(leaf, (14, 14))
+        found = torch.autograd.grad(out, [leaf, *layer.parameters()], torch.ones_like(out))
+        return [out.detach(), *found]
+
+    expected = gradients(x)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        found = gradients(x + 0)  # ready only after the stream has slept
+    stream.synchronize()
+    assert all(map(torch.equal, found, expected))
+    given, graph = torch.zeros_like(x), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(given)
+    given.copy_(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, expected))
+
+
 def test_a_layer_under_autocast_and_checkpointing_is_the_layer():
     layer = softfree.SoftAttention(64, 2, stride=2, value_conv=3).cuda()
     x = torch.randn(2, 196, 64, device="cuda", requires_grad=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import softfree
+from softfree.ops.attention.kernels import launch
 from softfree.ops.attention.settings import AttentionSettings
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.shared.registration import flatten
@@ -53,6 +54,21 @@ def test_a_sample_alone_equals_the_sample_in_a_batch(case):
     part = results(case, alone, torch.float32, "triton")
     for name in whole:
         assert torch.allclose(whole[name][1:], part[name], rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.parametrize("m", [1, 15, 16, 17, 33, 49, 64])
+@pytest.mark.parametrize("inverse", ["newton", "solve"])
+def test_one_launch_gives_what_several_give(inverse, m, monkeypatch):
+    case = Case(130, m, 32, inverse=inverse, ridge=0.1)
+    tensors, found = arguments(case, "cuda"), []
+    for one_launch in (launch.ONE_LAUNCH, ()):
+        monkeypatch.setattr(launch, "ONE_LAUNCH", one_launch)
+        launch.remembered_call.cache_clear()
+        found.append(results(case, tensors, torch.float16, "triton"))
+    launch.remembered_call.cache_clear()
+    for name, once in found[0].items():
+        several = found[1][name].float()
+        assert (once.float() - several).norm() <= 2e-3 * several.norm(), name
 
 
 def test_kernels_say_why_they_cannot_take_an_input():
