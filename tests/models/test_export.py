@@ -41,7 +41,7 @@ def assert_same(given: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.slow
 def test_one_onnx_file_serves_any_batch_and_size(tmp_path):
-    model = small("softpp_tiny", **FEW_STEPS).eval()
+    model = small("softfree_tiny", landmarks="average:4").eval()
     error = export_onnx(model, tmp_path / "m.onnx", img_size=64, metadata=METADATA)
     assert 0 < error < 1e-4
     loaded, metadata = load_onnx(tmp_path / "m.onnx")
@@ -55,7 +55,7 @@ def test_one_onnx_file_serves_any_batch_and_size(tmp_path):
 
 @pytest.mark.slow
 def test_pytorchs_exporter_alone_is_right_at_sizes_that_32_does_not_divide(tmp_path):
-    model = small("softpp_tiny", depths=(1, 1, 1, 1), **FEW_STEPS).eval()
+    model = small("softpp_tiny", **FEW_STEPS).eval()
     sizes = {0: Dim("batch", max=64), 2: Dim("height", min=33), 3: Dim("width", min=33)}
     example = (torch.randn(2, 3, 64, 96),)
     program = torch.onnx.export(model, example, dynamo=True, dynamic_shapes=(sizes,), verbose=False)
@@ -66,16 +66,6 @@ def test_pytorchs_exporter_alone_is_right_at_sizes_that_32_does_not_divide(tmp_p
         (given,) = session.run(None, {session.get_inputs()[0].name: image.numpy()})
         with torch.no_grad():
             assert_same(torch.from_numpy(given), model(image))
-
-
-@pytest.mark.slow
-def test_our_own_model_is_exported_without_a_factorisation(tmp_path):
-    model = small("softfree_tiny", landmarks="average:4").eval()
-    export_onnx(model, tmp_path / "m.onnx", img_size=64, metadata=METADATA)
-    loaded, _ = load_onnx(tmp_path / "m.onnx")
-    image = torch.randn(2, 3, 70, 91)
-    with torch.no_grad():
-        assert_same(loaded(image), model(image))
 
 
 @pytest.mark.slow
@@ -110,7 +100,9 @@ def test_the_backbone_of_a_detector_is_exported_with_its_pyramid(tmp_path):
 
 @pytest.mark.slow
 def test_an_exported_program_is_reloaded_and_needs_no_operator_of_ours(tmp_path):
-    model = small("soft_vit_small", features_only=True, **FEW_STEPS).eval()
+    model = small(
+        "soft_vit_small", features_only=True, depth=1, out_indices=(0,), **FEW_STEPS
+    ).eval()
     assert export_pt2(model, tmp_path / "m.pt2", img_size=64, metadata=METADATA) < 1e-4
     program = torch.export.load(tmp_path / "m.pt2")
     assert not any("softfree" in str(node.target) for node in program.graph.nodes)

@@ -111,10 +111,9 @@ def main() -> None:
     papers = [torch.randn(s).half().requires_grad_() for s in ((16, 16, 2, 2), (16,), (16,))]
     normed = [torch.rand(2, requires_grad=True), None, None, None]
     settings = flatten(6, 5, 6, 5, 2, 2, 1e-5, False, AttentionSettings(0.25), True)
-    for of_sampler in ([None, *papers], normed):
-        for pooling in (None, torch.rand(4, 9)):
-            arguments = (*first, *of_sampler, *last, pooling, *settings)
-            torch.library.opcheck(torch.ops.softfree.image_attention, arguments)
+    for of_sampler, pooling in (([None, *papers], None), (normed, torch.rand(4, 9))):
+        arguments = (*first, *of_sampler, *last, pooling, *settings)
+        torch.library.opcheck(torch.ops.softfree.image_attention, arguments)
     poison()
     for case in CASES:
         print(json.dumps({"case": case, "errors": errors(case)}), flush=True)
