@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -258,7 +259,18 @@ def time_graph(
     return Timing(timing.median / calls, timing.repeats * calls, timing.fastest / calls)
 
 
-def capture_graph(call: Callable[[], object], calls: int = 1) -> Callable[[], object]:
+@dataclass(frozen=True)
+class Replay:
+    """A CUDA graph, with the call whose tensors it reads and writes: the graph itself does not hold them."""
+
+    graph: Any
+    call: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def capture_graph(call: Callable[[], object], calls: int = 1) -> Replay:
     """``calls`` times ``call`` as a CUDA graph: the same work on the GPU, begun by the host in one go.
 
     What it reads and writes must stay where it is, and it may not ask the GPU for a number.
@@ -274,7 +286,7 @@ def capture_graph(call: Callable[[], object], calls: int = 1) -> Callable[[], ob
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    return graph.replay
+    return Replay(graph, call)
 
 
 def copy_bandwidth(device: torch.device | str = "cpu", *, size: int | None = None) -> float:

@@ -1,5 +1,6 @@
 """Time and memory of a call."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -193,6 +194,9 @@ def test_a_captured_training_step_trains():
         optimizer.zero_grad(set_to_none=True)
 
     replay, before = capture_graph(step), layer.weight.norm().item()
+    held = weakref.ref(step)
+    del step
+    assert held() is not None  # and what it writes to
     for _ in range(20):
         replay()
     assert layer.weight.norm().item() < before

@@ -70,8 +70,11 @@ def collect_tokens(
 
     dW of tokens that are queries, U of keys; 0 what they are not.
     """
-    b_dw = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
-    b_u = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    # Each tile's product is added to the sums, not begun from them: that takes fewer registers, and float32 sums
+    # round to nearest where the matrix units cut off.
+    b_zero = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    b_dw = b_zero
+    b_u = b_zero
     for start in range(first, last, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         inside = offs_n < last
@@ -86,10 +89,10 @@ def collect_tokens(
         # Rows that are not there have g = 0 and v = 0, so their kernel values do not count.
         if QUERIES:
             b_g = load_rows(p_g, g_stride, offs_n, inside, d_v, BLOCK_C)
-            b_dw = add_exact_product(b_dw, b_k, b_g, PRECISION)
+            b_dw += add_exact_product(b_zero, b_k, b_g, PRECISION)
         if KEYS:
             b_v = load_rows(p_v, v_stride, offs_n, present, d_v, BLOCK_C)
-            b_u = add_exact_product(b_u, b_k, b_v, PRECISION)
+            b_u += add_exact_product(b_zero, b_k, b_v, PRECISION)
     return b_dw, b_u
 
 
