@@ -15,7 +15,8 @@
 #                                    for SOFT and SOFT++
 #   results/reproduce.sh dense       VOC: UPerNet, Mask R-CNN, from the weights that table2 left in OUT, else from random ones;
 #                                    needs the extra `dense`
-#   results/reproduce.sh own         our own family beside itself without attention: Tiny-ImageNet-100, VOC, ListOps, image of LRA
+#   results/reproduce.sh own         our own family beside itself without attention: Tiny-ImageNet-100, VOC, ListOps, image and
+#                                    text of LRA
 #   results/reproduce.sh speed       operator, models, attentions, detectors; on a CPU smaller pictures, not compiled
 #
 # TI is the folder of Tiny-ImageNet-100 with train/ and val/ (table2 to precision), CIFAR that of CIFAR-10's grids or class
@@ -227,11 +228,14 @@ own() {
     SOFTFREE=$command score scores.csv $name --img-size 128 192 256
     SOFTFREE=$command MODEL=softfree_tiny voc segmentation $name "" $name "${UPERNET[@]}"
     SOFTFREE=$command MODEL=softfree_tiny voc detection $name "" $name "${MASK_RCNN[@]}" --steps 700
-    for task in listops image; do
-      arguments=(--data-dir "$OUT/listops" --steps 5000 --eval-every 500)
-      [ $task = listops ] || arguments=(
-        --data-dir "$CIFAR" --steps 2500 --eval-every 700 --model-kwargs value_conv=35 landmarks=average:128 stride=8
-      )
+    for task in listops image text; do
+      case $task in
+        listops) arguments=(--data-dir "$OUT/listops" --steps 5000 --eval-every 500) ;;
+        image) arguments=(
+          --data-dir "$CIFAR" --steps 2500 --eval-every 700 --model-kwargs value_conv=35 landmarks=average:128 stride=8
+        ) ;;
+        text) arguments=(--data-dir "$IMDB" --steps 4000 --eval-every 1000 --model-kwargs stride=16) ;;
+      esac
       for seed in $SEEDS; do
         # shellcheck disable=SC2086
         SOFTFREE=$command once "$OUT/own/${task}_$name/$seed" train longrange --task $task "${arguments[@]}" \
@@ -241,7 +245,7 @@ own() {
   done
   gather own_tiny_imagenet tiny_imagenet scores.csv softfree{,_without_attention}
   for task in segmentation detection; do gather "own_$task" voc scores.csv ${task}_softfree{,_without_attention}; done
-  gather own_longrange own eval.csv {listops,image}_softfree{,_without_attention}
+  gather own_longrange own eval.csv {listops,image,text}_softfree{,_without_attention}
 }
 
 speed() {
@@ -273,6 +277,7 @@ for table in "$@"; do
       need TI "the folder of Tiny-ImageNet-100, with train/ and val/"
       need VOC "the folder of PASCAL VOC 2012, with JPEGImages/, SegmentationClass/ and annotations/"
       need CIFAR "the folder of CIFAR-10's grids or class folders"
+      need IMDB "the folder of IMDb reviews"
       ;;
     dense) need VOC "the folder of PASCAL VOC 2012, with JPEGImages/, SegmentationClass/ and annotations/" ;;
     speed) ;;
