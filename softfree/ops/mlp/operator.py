@@ -1,10 +1,10 @@
-"""Two linear layers with GELU between them, whose result is not kept for the backward pass.
+"""Two linear layers with GELU between them, on a GPU in half precision.
 
-It is as wide as the hidden layer, the widest tensor of a block. The backward pass reads the hidden layer
-for GELU's slope and can write GELU's result again on the way; it also sums up the first bias's gradient,
-which as a sum of its own would read that much once more.
+``softfree::mlp``, for training, does not keep GELU's result for the backward pass. It is as wide as the hidden layer, the
+widest tensor of a block. The backward pass reads the hidden layer for GELU's slope and can write GELU's result
+again on the way; it also sums up the first bias's gradient, which as a sum of its own would read that much once more.
 
-Registered as ``softfree::mlp``, for training on a GPU in half precision.
+Without a gradient the first layer's product takes GELU before it writes: a pass over the hidden layer less.
 """
 
 import functools
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import _C, Tensor
+from torch.autograd import forward_ad
 
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast, autocast_dtype
@@ -41,18 +42,33 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tenso
         >>> mlp(torch.randn(2, 5, 8), first.weight, first.bias, second.weight, second.bias).shape
         torch.Size([2, 5, 8])
     """
-    if not _fits(x, (weight1, bias1, weight2, bias2)):
+    parameters = weight1, bias1, weight2, bias2
+    learning = torch.is_grad_enabled()
+    trained = learning and all(p.requires_grad for p in parameters)
+    wanted = learning and any(t.requires_grad for t in (x, *parameters))
+    # Of frozen weights the operator would compute gradients for nothing.
+    if wanted != trained or not devices.usable(x, dtype=autocast_dtype(x)):
         return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), weight2, bias2)
     x, weight1, weight2 = autocast(x, weight1, weight2)
     rows = x.reshape(-1, x.shape[-1])
-    out = FORWARD(rows, weight1, bias1, weight2, bias2)[0]
+    if trained:
+        out = FORWARD(rows, weight1, bias1, weight2, bias2)[0]
+    else:
+        hidden = _gelu_linear(rows, weight1, bias1.to(x.dtype))
+        out = F.linear(hidden, weight2, bias2.to(x.dtype))
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _fits(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
-    # All of them: the operator computes every gradient, and those of frozen weights would be for nothing.
-    trained = torch.is_grad_enabled() and all(p.requires_grad for p in parameters)
-    return trained and devices.usable(x, dtype=autocast_dtype(x))
+def _gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``gelu(x weight^T + bias)`` on a GPU, in GELU's tanh form, of (rows, channels) without a gradient."""
+    # Those who follow what PyTorch computes, to count it or to transform it, may not know this product.
+    if not torch.compiler.is_dynamo_compiling() and (
+        _C._len_torch_dispatch_stack() > 0
+        or _C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
 
 
 def _forward(

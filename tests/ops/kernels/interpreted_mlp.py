@@ -16,7 +16,6 @@ import torch
 from interpreted import poisoned
 
 from softfree.layers.block import TanhMlp
-from softfree.ops.mlp import operator as mlp
 from softfree.ops.shared import devices
 
 CHANNELS, OUT = 6, 10
@@ -46,7 +45,7 @@ def evaluate(batch: int, tokens: int, hidden: int, how: str) -> dict:
     x = torch.randn(batch, tokens, CHANNELS).half().requires_grad_()
     grad = torch.randn(OUT, batch, tokens).half().permute(1, 2, 0)  # not contiguous
     wide = copy.deepcopy(module).double()
-    mlp._fits = lambda x, parameters: False
+    devices.usable = lambda x, **_: False
     wanted = gradients(wide, wide, x.detach().double().requires_grad_(), grad)
     if how == "autocast":
         module, x = module.float(), x.detach().float().requires_grad_()
@@ -60,7 +59,7 @@ def evaluate(batch: int, tokens: int, hidden: int, how: str) -> dict:
             kept.append(tensor)
         return tensor
 
-    mlp._fits = lambda x, parameters: True
+    devices.usable = lambda x, **_: True
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.float16, enabled=how == "autocast"),

@@ -1,7 +1,10 @@
 """The kernels on a GPU, against the float64 reference there."""
 
+import warnings
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import softfree
 from softfree.ops.attention.kernels import launch
@@ -194,6 +197,42 @@ def test_the_mlps_gradients_are_the_same_bits_twice():
     for once, again in zip(*found, strict=True):
         assert once.dtype == torch.float32
         assert torch.equal(once, again)
+
+
+@pytest.mark.parametrize("hidden, dtype", spread([20, 384], SIXTEEN_BIT))
+def test_the_mlp_without_a_gradient_is_as_exact_as_plain_pytorch(hidden, dtype):
+    inputs = mlp_inputs((3, 700), 96, hidden)
+    with torch.no_grad(), torch.autocast("cuda", dtype):
+        found = mlp.mlp(*inputs), mlp.mlp(inputs[0][:0], *inputs[1:])
+        with plain_pytorch():
+            plain = mlp.mlp(*inputs)
+    exact = mlp.mlp(*(t.double() for t in inputs))
+    assert found[0].dtype == dtype and found[1].shape == (0, 700, 96)
+    check_against_plain(found[:1], [plain], [exact])
+
+
+def test_whoever_counts_or_transforms_sees_the_mlps_layers():
+    inputs = [t.bfloat16() for t in mlp_inputs((3, 70), 96, 384)]
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        mlp.mlp(*inputs)
+    assert counter.get_total_flops() == 2 * 2 * 210 * 96 * 384
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.func.vmap(mlp.mlp, (0, *[None] * 4))(*inputs)
+        x, *parameters = inputs
+        _, tangent = torch.func.jvp(lambda x: mlp.mlp(x, *parameters), (x,), (x,))
+    assert (found - mlp.mlp(*inputs)).norm() < 0.01 * found.norm()
+    assert tangent.isfinite().all() and tangent.any()
+
+
+def test_the_mlp_without_a_gradient_writes_its_hidden_layer_once():
+    inputs = [t.bfloat16() for t in mlp_inputs((64, 3136), 64, 512)]
+    hidden, out = 64 * 3136 * 512 * 2, 64 * 3136 * 64 * 2
+    mlp.mlp(*inputs)  # makes what calls share
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    mlp.mlp(*inputs)
+    assert torch.cuda.max_memory_allocated() - before < 1.05 * (hidden + out)
 
 
 def test_the_mlp_keeps_its_hidden_layer_once():
