@@ -69,7 +69,7 @@ class Tile(NamedTuple):
 
 # By the block of landmarks and whether inputs have 16 bits; tuned on an NVIDIA H200 at d = 32.
 TILES = {
-    "collect": {(64, True): Tile(128, 4, 3, 3)},
+    "collect": {(64, True): Tile(64, 4, 3, 3)},
     "spread": {(64, True): Tile(64, 4, 3, 4)},
     "spread_backward": {(64, True): Tile(64, 4, 3)},
     "short_forward": {(64, True): Tile(64, 4, 2)},
@@ -237,12 +237,18 @@ class _Call:
         few = any(n <= tokens and shape.rows <= heads * count for tokens, heads in ONE_LAUNCH)
         return fits and few
 
-    def deal(self, n: int, tile: Tile) -> tuple[int, int]:
+    def deal(self, n: int, tile: Tile, least: int = 1) -> tuple[int, int]:
         """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
         tiles = tiles_of(n, tile.tokens)
         wanted = tiles_of(tile.programs * devices.processors(self.device), self.shape.rows)
+        wanted = max(wanted, least)
         stretch = tiles_of(tiles, min(tiles, wanted)) * tile.tokens
         return tiles_of(n, stretch), stretch
+
+    def deal_for_sums(self, n: int) -> tuple[int, int]:
+        """The same where each program gives a part of a sum: up to four, while two rounds of programs take them all."""
+        two_rounds = 8 * devices.processors(self.device) // self.shape.rows
+        return self.deal(n, _tile("collect", self.shape), min(4, two_rounds))
 
     def strides_of(self, *names: str) -> list[int]:
         return [stride for name in names for stride in self.strides[name][:3]]
@@ -284,13 +290,13 @@ class _Call:
     @functools.cached_property
     def query_parts(self) -> tuple[int, ...]:
         """The shape of dW's parts, as they are collected from the queries."""
-        count, _ = self.deal(self.n, _tile("collect", self.shape))
+        count, _ = self.deal_for_sums(self.n)
         return self.shape.rows, count, self.shape.m, self.shape.d_v
 
     @functools.cached_property
     def key_parts(self) -> tuple[int, ...]:
         """The shape of U's parts, as they are collected from the keys."""
-        count, _ = self.deal(self.n_k, _tile("collect", self.shape))
+        count, _ = self.deal_for_sums(self.n_k)
         return self.shape.rows, count, self.shape.m, self.shape.d_v
 
     @functools.cached_property
@@ -300,8 +306,8 @@ class _Call:
 
     @functools.cached_property
     def collect_values_beside(self) -> Launch:
-        """The same, begun while the kernel before it runs, and ended after it."""
-        return self._collect("keys", self.n_k, "v", "v", OVERLAP=True, launch_pdl=True)
+        """The same, begun while the kernel before it runs, where it may be, and ended after it."""
+        return self._collect("keys", self.n_k, "v", "v", **self.early)
 
     @functools.cached_property
     def collect_gradient(self) -> Launch:
@@ -315,7 +321,7 @@ class _Call:
 
     def _collect(self, tokens: str, n: int, first: str, second: str, **beside: bool) -> Launch:
         shape, tile = self.shape, _tile("collect", self.shape)
-        count, stretch = self.deal(n, tile)
+        count, stretch = self.deal_for_sums(n)
         values = (
             shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
             *self.strides_of(tokens, first, second), self.log2_scale,
@@ -350,8 +356,16 @@ class _Call:
 
     @functools.cached_property
     def overlap(self) -> bool:
-        """Whether the next kernel runs beside the factorisation, of which it needs nothing."""
+        """Whether a token pass may begin before the kernel ahead of it has ended, and wait for it where it needs it.
+
+        That kernel is launched as usual, so whatever came before it has ended by then.
+        """
         return self.shape.tiles == 1 and devices.can_overlap(self.device)
+
+    @property
+    def early(self) -> dict[str, bool]:
+        """How such a pass is launched."""
+        return dict(OVERLAP=True, launch_pdl=True) if self.overlap else dict(OVERLAP=False)
 
     @property
     def factor_tiles(self) -> dict[str, int]:
@@ -397,7 +411,7 @@ class _Call:
             return Launch(spread_tiled_kernel, grid, (*sizes, *strides), **options)
         count, stretch = self.deal(n, tile)
         values = (*sizes, count, stretch, *strides)
-        return Launch(spread_kernel, (shape.rows * count,), values, **options)
+        return Launch(spread_kernel, (shape.rows * count,), values, **options, **self.early)
 
     @functools.cached_property
     def given(self) -> tuple[list[Part], int]:
@@ -442,8 +456,8 @@ class _Call:
             steps += [(self.collect_values, sources)]
             steps += [(self.mix, (landmarks, landmark_mask, parts, inverse, u, w, scratch))]
         else:
-            collect = self.collect_values_beside if self.overlap else self.collect_values
-            steps += [(self.factor, (landmarks, landmark_mask, inverse)), (collect, sources)]
+            steps += [(self.factor, (landmarks, landmark_mask, inverse))]
+            steps += [(self.collect_values_beside, sources)]
             steps += [(self.solve, (parts, inverse, u, w))]
         return [*steps, (self.spread, (q, landmarks, landmark_mask, w, x))]
 
@@ -585,7 +599,7 @@ class _Call:
             spread_backward_kernel, (shape.rows * parts, shape.tiles), values,
             PARTS=_parts_at_once(1 + parts, shape.tile_m, shape.block_d), ALONE=parts == 1,
             CROSS=self.cross, WRITE=shape.tiles == 1, HAS_KEY_MASK=self.has_key_mask,
-            **self.token_pass(_tile("spread_backward", shape)),
+            **self.token_pass(_tile("spread_backward", shape)), **self.early,
         )  # fmt: skip
 
     @functools.cached_property

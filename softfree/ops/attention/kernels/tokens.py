@@ -165,6 +165,7 @@ def spread_kernel(
     q_batch, q_head, q_stride, x_batch, x_head, x_stride, log2_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads * parts,). Reads queries and W; writes the result."""
     part, head = part_and_head(parts)
@@ -175,6 +176,8 @@ def spread_kernel(
         p_l + head * m * d, p_landmark_mask + batch * m, m, d, log2_scale,
         BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
     )  # fmt: skip
+    if OVERLAP:
+        gdc_wait()  # for W
     b_w = narrow(load_small(p_w + head * m * d_v, m, d_v, BLOCK_M, BLOCK_C), p_q)
     first = part * stretch
     spread_tokens(
@@ -262,7 +265,7 @@ def spread_backward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     PARTS: tl.constexpr, ALONE: tl.constexpr, CROSS: tl.constexpr, WRITE: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads * parts, landmark tiles). Reads tokens, G, V, W, dU; writes dQ, dK, dV and dL.
 
@@ -283,6 +286,8 @@ def spread_backward_kernel(
         p_l + row * d, p_landmark_mask + batch * m + first_landmark, left, d, log2_scale,
         BLOCK_M, BLOCK_D, HAS_LANDMARK_MASK, FLOAT32,
     )  # fmt: skip
+    if OVERLAP:
+        gdc_wait()  # for W, dU and the inverse's part of dL
     b_w = narrow(load_small(p_w + row * d_v, left, d_v, BLOCK_M, BLOCK_C), p_q)
     b_du = narrow(load_small(p_du + row * d_v, left, d_v, BLOCK_M, BLOCK_C), p_q)
     if part < query_parts:
