@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from softfree.models.graphs import WARM_UP, recording
+
 TURN = 0.1
 REPLAY = 1e-3  # seconds of a CUDA graph
 MOST_IN_GRAPH = 100
@@ -279,11 +281,11 @@ def capture_graph(call: Callable[[], object], calls: int = 1) -> Replay:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(WARM_UP):
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(graph):
         for _ in range(calls):
             call()
     return Replay(graph, call)

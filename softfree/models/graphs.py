@@ -7,7 +7,7 @@ CudaGraphs(device).record(body)    any step that waits for no number, see :mod:`
 import collections
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +49,7 @@ class CudaGraphs:
     def record(self, body: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as that of a loader which pins memory, may go on meanwhile.
-        with torch.cuda.graph(
+        with recording(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         ):
             result = body()
@@ -59,6 +59,19 @@ class CudaGraphs:
             return result
 
         return replay
+
+
+@contextlib.contextmanager
+def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """``torch.cuda.graph``, after whose failure random numbers of the current device can be drawn as before it."""
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    except BaseException:
+        # PyTorch leaves the generator's state in the belief that the capture goes on.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 @contextlib.contextmanager

@@ -175,10 +175,14 @@ def test_a_call_that_cannot_be_captured_is_timed_from_python():
     x = torch.zeros(2**10, device="cuda")
     found = measure.measure(lambda: Work(x.sum().item), "cuda", seconds=0.1)
     assert found.timer == "events"
+    generator = torch.cuda.default_generators[x.device.index].manual_seed(0)
+    expected = torch.rand(4, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     found = measure.measure(
         lambda: Work(lambda: x.sum().item()), "cuda", seconds=0.1, cuda_graph=None
     )
     assert found.timer == "events" and found.seconds == found.eager_seconds
+    # Nor does the attempt leave the GPU's random numbers in the capture, or change them.
+    assert torch.equal(torch.rand(4, generator=generator, device="cuda"), expected)
 
 
 @pytest.mark.gpu
