@@ -63,7 +63,9 @@ SMALL = {
     "landmarks in tiles": Case(45, 40, 40, key_mask=True, landmark_mask=True),
     "landmarks in tiles, cross": Case(33, 50, 48, n_k=21, d_v=20, key_mask=True),
     "landmarks beyond the registers": Case(80, 70, 16, batch=1, landmark_mask=True),
-    "more landmarks than one inverse takes": Case(150, 140, 8, batch=1, landmark_mask=True),
+    "more landmarks than one inverse takes": Case(
+        150, 140, 8, batch=1, heads=1, landmark_mask=True
+    ),
     "more landmarks and steps": Case(150, 140, 8, batch=1, heads=1, iterations=31, ridge=0.1),
 }
 LARGE = {
