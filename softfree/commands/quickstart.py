@@ -26,7 +26,7 @@ FLAGS = (
     "num_heads=1,2,3,4", "depths=1,1,1,1", "strides=4,2,1,1",
     "--smoothing", "0", "--warmup-epochs", "0.5",
 )  # fmt: skip
-EPOCHS = 10
+EPOCHS = 6
 MOST_WRONG = COLUMNS
 STAGES = (1, 2)
 EXAMPLES = 10
