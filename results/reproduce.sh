@@ -221,6 +221,8 @@ dense() {
 
 own() {
   local name command task arguments seed
+  tiny softfree_fine --model softfree_tiny --model-kwargs strides=4,2,1,1 landmarks=average --drop-path 0.1 "${GRAPH[@]}"
+  score scores.csv softfree_fine --img-size 128 192 256
   for name in softfree softfree_without_attention; do
     command=$SOFTFREE
     [ $name = softfree ] || command=$WITHOUT_ATTENTION
@@ -243,7 +245,7 @@ own() {
       done
     done
   done
-  gather own_tiny_imagenet tiny_imagenet scores.csv softfree{,_without_attention}
+  gather own_tiny_imagenet tiny_imagenet scores.csv softfree{,_fine,_without_attention}
   for task in segmentation detection; do gather "own_$task" voc scores.csv ${task}_softfree{,_without_attention}; done
   gather own_longrange own eval.csv {listops,image,text}_softfree{,_without_attention}
 }
