@@ -1,5 +1,5 @@
 # make quickstart   see it work
-# make test         what CI runs
+# make test         what CI runs (make test-full: and the longest tests)
 # Needs Python 3.11 or later (another one: make test PYTHON=python3.12) and nothing else.
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt softfree/__init__.py
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-gpu lint texts browser clean
+.PHONY: help quickstart test test-full test-gpu lint texts browser clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -22,6 +22,9 @@ quickstart: $(VENV)/installed  ## install, then train on handwritten digits, sco
 
 # One thread per worker: threads of several workers on the same cores wait for each other.
 test: lint  ## format, lint, types and tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full" -n $(WORKERS) --dist worksteal
+
+test-full: lint  ## the same with the longest tests, for which half an hour goes by on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Most of the time goes into compiling kernels, each on one core: several workers share the GPU.

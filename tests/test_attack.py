@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "attack.py"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "what, count",
     [("checkpoints", 4), ("pictures", 2), ("coco", 2), ("layouts", 2), ("requests", 10)],

@@ -163,6 +163,7 @@ def test_help_is_the_head_of_the_script(script):
     assert "set -e" not in ended.stdout
 
 
+@pytest.mark.full
 def test_the_pictures_can_be_drawn_again(tmp_path):
     for path in SCRIPT.parent.glob("*.csv"):
         shutil.copy(path, tmp_path)

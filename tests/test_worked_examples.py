@@ -90,7 +90,7 @@ def test_photos_become_a_classifier_and_a_file_of_it(run):
     assert metadata["class_names"] == ["discs", "stripes", "tiles"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_yolo_set_becomes_a_detector_and_a_file_that_gives_boxes(run):
     printed = run("Detection")
     assert "image to boxes, scores, labels" in printed
@@ -101,7 +101,7 @@ def test_a_yolo_set_becomes_a_detector_and_a_file_that_gives_boxes(run):
     assert inputs_and_metadata("detector.onnx")[1]["class_names"] == ["no", "on"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_voc_set_becomes_a_segmenter_and_a_file_with_the_same_class_maps(run):
     run("Segmentation")
     (seen,), (found,) = Path("maps").iterdir(), Path("maps-onnx").iterdir()

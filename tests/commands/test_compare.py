@@ -70,6 +70,7 @@ def test_compare_trains_tests_and_measures_and_then_only_measures(command, tmp_p
     assert ": training in" not in out and "37.40" in out
 
 
+@pytest.mark.full
 def test_compare_trains_and_measures_a_task_with_a_label_per_token(tmp_path, capsys):
     small = [word for word in QUICK if word not in ("--model-kwargs", "stride=50")]
     options = ["--task", "twins", "--output", str(tmp_path / "out"), *small]
@@ -82,7 +83,7 @@ def test_compare_trains_and_measures_a_task_with_a_label_per_token(tmp_path, cap
     assert int(rows[0]["macs"]) == 2 * block + n * (channels * dim + dim * mlp + mlp * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compare_without_training_measures_every_attention(command, tmp_path, capsys):
     path = tmp_path / "table.csv"
     assert compare.main([*command, "--no-train", "--csv", str(path)]) == 0

@@ -25,7 +25,7 @@ def test_only_what_commands_print_is_kept():
     assert {file.name for file in TEXTS.iterdir()} == set(map(text_name, KEPT)), REMEDY
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_kept_counts_are_those_of_the_models():
     assert models.counted() == {key: models.count(*key) for key in models.counted()}, REMEDY
 

@@ -169,6 +169,7 @@ def test_autocast_stays_close_to_float32_for_large_activations(name):
     assert all(p.grad.isfinite().all() for p in attention.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "soft"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_attention_compiles_as_one_graph(name, masked):

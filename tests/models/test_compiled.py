@@ -69,7 +69,7 @@ def test_one_graph_serves_all_sizes(landmarks, train):
     assert counter.graphs == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_pyramid_takes_two_graphs_for_any_sizes():
     """The second is that of torch's convolutions, which choose another way on a CPU for larger pictures."""
     model, counter = small("softpp_tiny").eval(), Counter()

@@ -53,7 +53,7 @@ def test_one_onnx_file_serves_any_batch_and_size(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pytorchs_exporter_alone_is_right_at_sizes_that_32_does_not_divide(tmp_path):
     model = small("softpp_tiny", **FEW_STEPS).eval()
     sizes = {0: Dim("batch", max=64), 2: Dim("height", min=33), 3: Dim("width", min=33)}
@@ -68,7 +68,7 @@ def test_pytorchs_exporter_alone_is_right_at_sizes_that_32_does_not_divide(tmp_p
             assert_same(torch.from_numpy(given), model(image))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_upernet_is_exported(tmp_path):
     from softfree.models.segmentation import upernet
 
@@ -81,7 +81,7 @@ def test_upernet_is_exported(tmp_path):
         assert_same(loaded(image), model(image))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_backbone_of_a_detector_is_exported_with_its_pyramid(tmp_path):
     from softfree.models.detection import retinanet
 
@@ -112,6 +112,7 @@ def test_an_exported_program_is_reloaded_and_needs_no_operator_of_ours(tmp_path)
             assert_same(given, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("attention", "options"),
     [
@@ -140,6 +141,7 @@ def test_one_file_of_an_encoder_serves_any_batch_length_and_mask(attention, opti
             assert_same(loaded(tokens, mask), model(tokens, mask))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("landmarks", ["average:6", "spread:4"])
 def test_a_program_of_an_encoder_serves_any_batch_and_length(landmarks, tmp_path):
     model = encoder("softfree", landmarks=landmarks, iterations=2, inverse="newton")
@@ -160,6 +162,7 @@ def test_encoders_of_pairs_and_those_that_sort_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_pyramid_without_overlap_is_exported(tmp_path):
     # Sizes that windows do not divide are filled up at their end, stage after stage.
     model = small("softpp_tiny", **EASY, overlap=False).eval()
@@ -182,7 +185,7 @@ def test_below_33_pixels_the_size_is_fixed_and_the_batch_is_not(tmp_path):
         assert_same(loaded(image), model(image))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_model_with_one_landmark_is_exported_at_its_fixed_size(tmp_path):
     model = small("softpp_tiny", img_size=32, **FEW_STEPS).eval()
     assert export_pt2(model, tmp_path / "m.pt2", img_size=32) < 1e-4

@@ -50,6 +50,7 @@ def test_a_model_with_any_landmarks_compiles_as_one_graph(landmarks):
         assert relative_error(compiled(x), model(x)) < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs a C++ compiler")
 def test_a_model_compiles_to_machine_code():
     model = small("softpp_vit_small", depth=1).eval()
@@ -60,6 +61,7 @@ def test_a_model_compiles_to_machine_code():
 
 
 # Fewer Newton steps than usual, since each is unrolled in the exported graph.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "landmarks"),
     [

@@ -62,7 +62,7 @@ def test_two_processes_give_the_losses_and_scores_of_one(tmp_path, alone, fsdp):
             torch.testing.assert_close(ours[key], tensor, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_lose_their_patience_together(tmp_path):
     # Without a learning rate no evaluation is better than the first.
     flags = ["--lr", "0.0", "--warmup_epochs", "0", "--eval_every", "2", "--patience", "2"]
@@ -74,7 +74,7 @@ def test_processes_lose_their_patience_together(tmp_path):
     assert [row["step"] for row in read(tmp_path / "eval.csv")] == ["2", "4", "6"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sharded_run_continues_in_one_process_and_vice_versa(tmp_path, alone):
     flags = ["--model_ema", "True", "--fsdp", "True", "--epochs", "3"]
     subprocess.run(torchrun(tmp_path, *flags, "--stop_at", "8"), timeout=600)
@@ -100,7 +100,7 @@ def test_a_killed_worker_is_restarted_and_the_run_continues(tmp_path, alone):
         torch.testing.assert_close(tensor, expected[key], atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_output_that_has_a_run_is_refused_by_restarted_processes_too(tmp_path):
     run_toy(tmp_path, norm=False, dropout=0.0, batch_size=8, stop_at=2)
     done = subprocess.run(
@@ -111,7 +111,7 @@ def test_an_output_that_has_a_run_is_refused_by_restarted_processes_too(tmp_path
     assert read_state(tmp_path / "last")["position"]["step"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_terminating_torchrun_saves_the_run(tmp_path):
     # So many epochs that the run does not end before torchrun has passed the signal on.
     command = torchrun(tmp_path, "--stop_at", "4", "--stop", "parent", "--epochs", "100000")

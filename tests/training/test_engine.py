@@ -64,7 +64,7 @@ def assert_same_run(one, other):
     assert str(losses(one)) == str(losses(other))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     done = subprocess.run(

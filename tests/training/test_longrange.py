@@ -249,7 +249,7 @@ def test_a_checkpoint_of_another_task_is_refused(reviews, tmp_path):
         LongRange.load(tmp_path / "out" / "best")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_twins_is_solved_by_attention_and_by_nothing_without(tmp_path):
     """As many landmarks as cells; with the attention's term at 0, nothing passes from cell to cell."""
 

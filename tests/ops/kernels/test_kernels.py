@@ -42,7 +42,7 @@ def test_interpreted_kernels_agree_with_the_reference():
             assert error <= allowed, (line, name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_interpreted_value_convolution_agrees_with_the_library():
     lines = run("interpreted_value_conv.py")
     assert len(lines) == 4
@@ -117,7 +117,7 @@ def test_kernels_of_a_solve_compile_and_fit_the_chip():
                 assert kernel["spilled"] <= allowed[kernel["name"]], (call, kernel)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_float32_fits_every_gpu_since_ampere():
     common = dict(architecture=80, m=64, d=32, dtype="float32")
     for call, kernels in compiled([common | dict(n=196), common | dict(n=3136)]):
@@ -126,7 +126,7 @@ def test_float32_fits_every_gpu_since_ampere():
             assert kernel["shared"] <= 99 * 1024, (call, kernel)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_landmarks_in_tiles_fit_the_chip():
     shared_memory = {80: 99 * 1024, 90: 227 * 1024}  # 99 KiB: all GPUs since Ampere
     common = dict(n=500, m=100, d=128, dtype="float32")
@@ -136,7 +136,7 @@ def test_landmarks_in_tiles_fit_the_chip():
             assert kernel["shared"] <= shared_memory[call["architecture"]], (call, kernel)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_large_inverses_compile_without_spilled_registers():
     kinds = {500: "newton_split_kernel", 600: "newton_product_kernel"}
     for call, kernels in compiled([dict(n=700, m=m, d=32) for m in kinds]):

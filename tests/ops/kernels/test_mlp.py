@@ -5,7 +5,7 @@ import pytest
 from .test_kernels import compiled, run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_interpreted_mlp_agrees_with_the_library_and_keeps_its_hidden_layer_once():
     lines = run("interpreted_mlp.py")
     assert len(lines) == 6

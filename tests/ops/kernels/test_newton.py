@@ -5,7 +5,7 @@ import pytest
 from .test_kernels import run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_interpreted_steps_are_within_5e_5_of_plain_ones_where_hard_to_invert():
     lines = run("interpreted_newton.py")
     assert len(lines) == 4 * 3 * 7

@@ -5,7 +5,7 @@ import pytest
 from .test_kernels import compiled, names, run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_interpreted_norms_agree_with_the_library():
     lines = run("interpreted_norm.py")
     assert len(lines) == 13

@@ -5,7 +5,7 @@ import pytest
 from .test_kernels import compiled, names, run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_interpreted_norm_means_and_gradients_agree_with_the_library():
     lines = run("interpreted_query_norm.py")
     assert len(lines) == 10
@@ -14,7 +14,7 @@ def test_interpreted_norm_means_and_gradients_agree_with_the_library():
             assert error < 1e-3, (line, name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_norm_of_queries_compiles_without_spilled_registers():
     windows = ((8, 32), (4, 32), (2, 32), (1, 32), (3, 20), (2, 128))
     calls = [

@@ -7,7 +7,7 @@ from .test_kernels import compiled, names, run
 TOLERANCE = {"torch.float32": 1e-5, "torch.float16": 5e-3}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_interpreted_window_product_agrees_with_the_library():
     lines = run("interpreted_window_product.py")
     assert len(lines) == 13
@@ -16,7 +16,7 @@ def test_interpreted_window_product_agrees_with_the_library():
             assert error < TOLERANCE[line["dtype"]], (line, name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_window_product_compiles_without_spilled_registers():
     shapes = (
         dict(stride=8, d=32),
