@@ -81,6 +81,7 @@ def test_the_page_has_one_section_for_each_task():
     assert list(SECTIONS) == ["Classification", "Detection", "Segmentation", "Long range"]
 
 
+@pytest.mark.full
 def test_photos_become_a_classifier_and_a_file_of_it(run):
     printed = run("Classification")
     assert Image.open("seen.png").width > 100 and Image.open("classes.png").width > 100

@@ -289,6 +289,7 @@ def test_a_model_that_cannot_take_the_size_is_named():
         benchmark.main(["model", "maxvit_pico_rw_256", *SMALL, "--img-size", "40"])
 
 
+@pytest.mark.full
 def test_a_backbone_stands_under_a_detector_once_with_each_kind_of_landmarks(tmp_path, capsys):
     path = tmp_path / "detector.csv"
     small = ["--model-kwargs", "embed_dims=16,32,48,64", "num_heads=1,2,3,4", "depths=1,1,1,1"]

@@ -27,7 +27,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_checkpoint_becomes_an_onnx_file_that_knows_its_classes(tmp_path, capsys):
     # Exporters take a fraction of the time for a model without a pyramid.
     small = dict(name="softpp_vit_small", embed_dim=32, num_heads=2, depth=1, iterations=1)

@@ -219,7 +219,7 @@ def test_an_unknown_task_gets_advice(capsys):
     assert "75" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_torchrun_starts_the_command(folders, tmp_path):
     command = [
         sys.executable,
@@ -236,7 +236,7 @@ def test_torchrun_starts_the_command(folders, tmp_path):
     assert rows(output / "eval.csv")[0]["samples"] == "6"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_digits_are_learned_with_what_the_recipe_sets(tmp_path):
     assert run("--output", tmp_path, "--device", "cpu", "--epochs", "4") == 0
     assert max(float(row["top1"]) for row in rows(tmp_path / "eval.csv")) > 93

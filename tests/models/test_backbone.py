@@ -463,6 +463,7 @@ def test_torchscript_is_refused_in_one_sentence(name):
         torch.jit.script(torch.nn.Sequential(small(name)))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "kwargs"),

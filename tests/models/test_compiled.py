@@ -81,7 +81,7 @@ def test_a_pyramid_takes_two_graphs_for_any_sizes():
     assert counter.graphs <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_train_and_eval_have_a_graph_each_and_batches_one_more_without_a_warning():
     model, counter = small("softpp_tiny", img_size=32, depths=(1, 1, 1, 1)), Counter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)

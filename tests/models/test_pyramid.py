@@ -226,7 +226,7 @@ def test_a_rivals_result_does_not_depend_on_the_batch(attention):
     torch.testing.assert_close(model(x)[:1], model(x[:1]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("attention", ["linformer", "nystromformer"])
 def test_a_model_with_a_rival_compiles_as_one_graph(attention):
     torch.compiler.reset()
@@ -237,7 +237,7 @@ def test_a_model_with_a_rival_compiles_as_one_graph(attention):
         torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_exported_program_with_a_rival_serves_any_size():
     model = small("softpp_tiny", attention="linformer").eval()
     sizes = {2: Dim("height", min=33), 3: Dim("width", min=33)}

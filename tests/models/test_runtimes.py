@@ -28,6 +28,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["softfree_tiny", "softpp_tiny_release", "softpp_vit_small"])
 def test_a_model_compiles_as_one_graph_for_training(name):
     model = small(name)
@@ -179,6 +180,7 @@ def _distributed_step(rank: int, store: str, names: list[str]) -> None:
     os._exit(0)  # gloo's shutdown may wait forever for a process that is gone
 
 
+@pytest.mark.full
 def test_data_parallel_training_finds_no_unused_parameters(monkeypatch, tmp_path):
     # The new processes import this file by the name it has here.
     monkeypatch.syspath_prepend(Path(__file__).parents[__name__.count(".")])

@@ -90,7 +90,7 @@ def test_kernels_compile_and_fit_the_chip(architecture):
         assert kernel["spilled"] <= allowed, kernel
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_kernels_of_a_solve_compile_and_fit_the_chip():
     calls = [
         dict(architecture=architecture, n=n, m=m, d=32, masked=True, inverse="solve")

@@ -139,6 +139,7 @@ def test_tangents_elsewhere_are_no_hindrance(tokens):
         assert attend(*tokens).shape == tokens[0].shape
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("inverse", ["newton", "solve"])
 def test_the_reference_has_what_is_refused(tokens, inverse):
     run = functools.partial(attend, backend="reference", inverse=inverse, ridge=0.1)
