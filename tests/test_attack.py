@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "attack.py"
 @pytest.mark.full
 @pytest.mark.parametrize(
     "what, count",
-    [("checkpoints", 4), ("pictures", 2), ("coco", 2), ("layouts", 2), ("requests", 10)],
+    [("checkpoints", 8), ("pictures", 4), ("coco", 4), ("layouts", 4), ("requests", 20)],
 )
 def test_damaged_files_are_refused_in_a_line_or_taken(what, count):
     words = [sys.executable, str(SCRIPT), what, "--count", str(count), "--seed", "1"]

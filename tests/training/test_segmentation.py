@@ -290,12 +290,12 @@ def test_in_pictures_of_twins_nothing_but_the_attention_passes_from_cell_to_cell
 
 @pytest.mark.slow
 def test_twins_are_found_by_attention_and_by_nothing_without(tmp_path):
-    def accuracy(name, steps):
+    def accuracy(name):
         return Segmentation.run(
-            twins("--steps", steps, "--eval-every", "0", "--output", str(tmp_path / name))
+            twins("--steps", "200", "--eval-every", "0", "--output", str(tmp_path / name))
         ).scores["accuracy"]
 
-    assert accuracy("softfree", "200") > 80
+    assert accuracy("softfree") > 80
     with pytest.MonkeyPatch.context() as patch:
         leave_attention_out(patch)
-        assert 48 < accuracy("without", "40") < 55
+        assert 48 < accuracy("without") < 55
