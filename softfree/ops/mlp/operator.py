@@ -4,7 +4,8 @@
 widest tensor of a block. The backward pass reads the hidden layer for GELU's slope and can write GELU's result
 again on the way; it also sums up the first bias's gradient, which as a sum of its own would read that much once more.
 
-Without a gradient the first layer's product takes GELU before it writes: a pass over the hidden layer less.
+Without a gradient the first layer's product takes GELU before it writes: a pass over the hidden layer less. Of many rows
+(``softfree::mlp_in_parts``) the hidden layer, by far the largest tensor of inference, is made a part at a time.
 """
 
 import functools
@@ -23,6 +24,8 @@ from softfree.ops.shared.sums import column_sums, sum_of_parts
 
 ROWS, COLUMNS = 16, 128
 PROGRAMS_PER_PROCESSOR = 8
+# Of the hidden layer, without a gradient. Smaller parts would take longer: a third of 616 MB 1.2 times as long (H200).
+PART_BYTES = 2**29
 
 
 def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
@@ -54,21 +57,52 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tenso
     if trained:
         out = FORWARD(rows, weight1, bias1, weight2, bias2)[0]
     else:
-        hidden = _gelu_linear(rows, weight1, bias1.to(x.dtype))
-        out = F.linear(hidden, weight2, bias2.to(x.dtype))
+        compute = _parts if _is_long(rows, weight1) else _at_once
+        out = compute(rows, weight1, bias1.to(x.dtype), weight2, bias2.to(x.dtype))
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``gelu(x weight^T + bias)`` on a GPU, in GELU's tanh form, of (rows, channels) without a gradient."""
-    # Those who follow what PyTorch computes, to count it or to transform it, may not know this product.
-    if not torch.compiler.is_dynamo_compiling() and (
+def _is_long(x: Tensor, weight1: Tensor) -> bool:
+    """Whether the hidden layer of (rows, channels) is more than a part; a compiler does not ask, and is told yes."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return x.shape[0] * weight1.shape[0] * x.itemsize > PART_BYTES and not _is_followed()
+
+
+def _is_followed() -> bool:
+    """Whether someone follows what PyTorch computes, to count it or to transform it."""
+    return (
         _C._len_torch_dispatch_stack() > 0
         or _C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-    ):
-        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-    return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
+    )
+
+
+def _at_once(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    """:func:`mlp` of (rows, channels) without a gradient."""
+    if _is_followed():  # and may not know this product
+        hidden = F.gelu(F.linear(x, weight1, bias1), approximate="tanh")
+    else:
+        hidden = torch._addmm_activation(bias1, x, weight1.T, use_gelu=True)
+    return F.linear(hidden, weight2, bias2)
+
+
+def _in_parts(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    """The same, some rows after the others."""
+    parts = max(1, tiles_of(x.shape[0] * weight1.shape[0] * x.itemsize, PART_BYTES))
+    if parts == 1:
+        return _at_once(x, weight1, bias1, weight2, bias2)
+    step = ROWS * tiles_of(x.shape[0], ROWS * parts)
+    out = x.new_empty((x.shape[0], weight2.shape[0]))
+    for rows, found in zip(x.split(step), out.split(step), strict=True):
+        hidden = torch._addmm_activation(bias1, rows, weight1.T, use_gelu=True)
+        torch.addmm(bias2, hidden, weight2.T, out=found)
+        del hidden  # its memory is the next part's
+    return out
+
+
+def _fake_in_parts(x, weight1, bias1, weight2, bias2):
+    return x.new_empty(x.shape[0], weight2.shape[0])
 
 
 def _forward(
@@ -156,4 +190,5 @@ def _backward_flops(grad, x, hidden, weight1, weight2) -> int:
 
 
 BACKWARD = register("mlp_backward", _backward, _fake_backward, flops=_backward_flops)
+_parts = register("mlp_in_parts", _in_parts, _fake_in_parts, flops=_flops)
 FORWARD = register("mlp", _forward, _fake, _setup, _gradient, _flops, keeps=True)
