@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from softfree.data.images import ImageDataset, Unreadable
-from softfree.ops.shared.precision import full_precision
+from softfree.ops.shared.precision import exactly
 
 INTERPOLATIONS = ("bilinear", "bicubic", "random")
 TRIES = 10  # for a crop that fits the picture, as torchvision has it
@@ -90,7 +90,7 @@ class ResidentImages:
             begin = round((resized - size) / 2)
             matrices.append(matrix[:, begin : begin + size])
         down, across = (matrix.expand(len(pictures), -1, -1) for matrix in matrices)
-        return _resize(pictures, down, across)
+        return _resize(pictures.flatten(1, 2), down, across).contiguous()
 
 
 class RandomCrops:
@@ -110,12 +110,10 @@ class RandomCrops:
         ratio: Sequence[float],
         hflip: float,
         interpolation: str = "bicubic",
-        channels_last: bool = False,
     ):
-        self.pictures = resident.pictures
+        self.pictures = resident.pictures.flatten(1, 2)
         self.scale, self.ratio, self.hflip = scale, ratio, hflip
-        self.channels_last = channels_last
-        self.rows, self.columns = self.pictures.shape[1], self.pictures.shape[3]
+        self.rows, self.columns = resident.pictures.shape[1], resident.pictures.shape[3]
         self.longest = max(self.rows, self.columns)
         self.kinds = [
             kind == "bicubic" for kind in INTERPOLATIONS[:2] if interpolation in (kind, "random")
@@ -144,26 +142,27 @@ class RandomCrops:
         return torch.cat([indices[None], matrix, self.longest - first])
 
     def __call__(self, plan: Tensor) -> Tensor:
-        """The crops of a part (5, b) of what was drawn: (b, 3, size, size), 0 to 255."""
-        down, across = self.matrices[plan[1:3], plan[3:5]]
+        """The crops of a part (5, b) of what was drawn: (b, 3, size, size), 0 to 255.
+
+        In memory (b, size, 3, size), as they arise: the next who goes over them may choose a layout.
+        """
+        down, across = self.matrices[plan[1:3], plan[3:5]].unbind()
         return _resize(
-            self.pictures[plan[0]],
-            down[..., : self.rows],
-            across[..., : self.columns],
-            self.channels_last,
+            self.pictures.index_select(0, plan[0]),
+            down.narrow(2, 0, self.rows),
+            across.narrow(2, 0, self.columns),
         )
 
 
-def _resize(pictures: Tensor, down: Tensor, across: Tensor, channels_last: bool = False) -> Tensor:
-    """(b, H, 3, W) by (b, size, H) and (b, size, W) to (b, 3, size, size)."""
+def _resize(pictures: Tensor, down: Tensor, across: Tensor) -> Tensor:
+    """(b, H x 3, W) by (b, size, H) and (b, size, W) to (b, 3, size, size), in memory (b, size, 3, size)."""
     # In TF32, which training allows, some pixels would be off by a level.
-    with torch.autocast(pictures.device.type, enabled=False), full_precision(pictures.device):
+    with exactly(pictures.device):
         # Pillow, too, goes along the rows first and keeps 8 bits in between.
-        wide = _to_levels(torch.bmm(pictures.flatten(1, 2).float(), across.mT))
-        resized = _to_levels(torch.bmm(down, wide.view(len(wide), pictures.shape[1], -1)))
-    layout = torch.channels_last if channels_last else torch.contiguous_format
+        wide = _to_levels(torch.bmm(pictures.float(), across.mT))
+        resized = _to_levels(torch.bmm(down, wide.view(len(wide), down.shape[2], -1)))
     size = across.shape[1]
-    return resized.view(-1, size, 3, size).transpose(1, 2).contiguous(memory_format=layout)
+    return resized.view(-1, size, 3, size).transpose(1, 2)
 
 
 def _to_levels(pictures: Tensor) -> Tensor:

@@ -319,6 +319,8 @@ class Classification(PictureTask):
         )
         self.preparation = preparation_of(network, model.img_size) | {"crop_pct": augment.crop_pct}
         self.normalize = Normalize(self.preparation["mean"], self.preparation["std"])
+        channels_last = settings.run.channels_last
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.cropping: dict[str, Any] = dict(
             scale=augment.scale,
             ratio=augment.ratio,
@@ -378,7 +380,7 @@ class Classification(PictureTask):
     def look_up(self, batch: Batch | Tensor) -> "Varied":
         """Pictures and labels of a batch, or of crops of pictures that are on the device."""
         if isinstance(batch, Tensor):
-            return Varied(self.normalize(self.crops(batch[1:])), batch[0])
+            return Varied(self.normalize(self.crops(batch[1:]), self.layout), batch[0])
         return Varied(self.normalize(batch.images), batch.labels)
 
     def train_step(
@@ -399,9 +401,8 @@ class Classification(PictureTask):
     @functools.cached_property
     def crops(self) -> RandomCrops:
         """Random crops of the training pictures on the device."""
-        size, channels_last = self.settings.model.img_size, self.settings.run.channels_last
         pictures = self.kept[self.files[0]]
-        return RandomCrops(pictures, size, channels_last=channels_last, **self.cropping)
+        return RandomCrops(pictures, self.settings.model.img_size, **self.cropping)
 
     def plan_epoch(self, order: Tensor) -> Tensor:
         """The labels of the pictures and their crops: (6, n)."""
@@ -605,10 +606,13 @@ class Normalize(nn.Module):
         scale = 1 / (255 * torch.tensor(std)[:, None, None])
         self.scale, self.shift = scale, -255 * torch.tensor(mean)[:, None, None] * scale
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, layout: torch.memory_format | None = None) -> Tensor:
+        """``layout``: that of the result, if not the pictures' own; they need not be copied for it."""
         if self.scale.device != images.device:
             self.scale, self.shift = self.scale.to(images.device), self.shift.to(images.device)
-        return torch.addcmul(self.shift, images.float(), self.scale)
+        images = images.float()
+        out = None if layout is None else torch.empty_like(images, memory_format=layout)
+        return torch.addcmul(self.shift, images, self.scale, out=out)
 
     def undo(self, images: Tensor) -> Tensor:
         """The 8-bit pictures that these were, as far as 8 bits hold what was made of them."""

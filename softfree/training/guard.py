@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from softfree.training.adamw import FusedAdamW
 from softfree.training.distributed import Processes, gather, total, whole
 from softfree.training.settings import OptimSettings
 
@@ -33,8 +34,7 @@ class GuardedOptimizer:
     def __init__(
         self, model: nn.Module, groups: list[dict], optim: OptimSettings, processes: Processes
     ):
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, fused=True)
-        self.parameters = [p for group in groups for p in group["params"]]
+        self.optimizer = FusedAdamW(groups, optim.betas)
         self.clip = optim.clip_grad
         half = optim.amp_dtype == "float16"
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=half)
@@ -72,17 +72,22 @@ class GuardedOptimizer:
         """Clip, step, clear the gradients; return their norm. Nothing here waits for the device."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        norms = torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
-        norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
+        weights = self.optimizer.weights
+        gradients = [gradient for p in weights if (gradient := p.grad) is not None]
+        norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         # AdamW's kernel divides gradients by this: clipping needs no pass over them of its own.
-        self.optimizer.grad_scale = (norm / self.clip).clamp_(min=1) if self.clip else None  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = (norm / self.clip).clamp_(min=1) if self.clip else None
         # Infinity and NaN, times 0, are NaN.
-        self.optimizer.found_inf = (norm * 0).nan_to_num_(nan=1.0)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (norm * 0).nan_to_num_(nan=1.0)
         with self._lr_of_the_device():
-            self.optimizer.step()
+            self.optimizer.advance(gradients)
         if self.scaler.is_enabled():
             self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        if self.keep_gradients:
+            torch._foreach_zero_(gradients)
+        else:
+            for weight in weights:
+                weight.grad = None
         return norm
 
     @contextlib.contextmanager

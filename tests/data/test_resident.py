@@ -123,16 +123,6 @@ def test_crops_of_a_part_are_that_part_of_the_crops(files):
     assert torch.equal(crops(plan[:, 2:5]), crops(plan)[2:5])
 
 
-def test_crops_have_the_layout_asked_for_and_the_same_pixels(files):
-    resident, indices = ResidentImages(files, "cpu"), torch.arange(6)
-    plain, last = (
-        draw(resident, indices, 16, **BOX, hflip=0.5, channels_last=channels_last)
-        for channels_last in (False, True)
-    )
-    assert plain.is_contiguous() and last.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(plain, last)
-
-
 def test_each_picture_has_its_own_filter_when_it_is_random(files):
     resident, indices = ResidentImages(files, "cpu"), torch.arange(6).repeat(4)
     kinds = ("random", "bicubic", "bilinear")

@@ -143,6 +143,31 @@ def test_pictures_are_normalised_as_timm_does():
     torch.testing.assert_close(Normalize(mean, std)(image), expected)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_normalised_pictures_have_the_layout_asked_for_and_the_same_bits(layout):
+    pictures = torch.rand(2, 5, 3, 5).mul(255).transpose(1, 2)
+    normalize = Normalize([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])
+    found = normalize(pictures, layout)
+    assert found.is_contiguous(memory_format=layout)
+    assert torch.equal(found, normalize(pictures.contiguous(memory_format=layout)))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_crops_on_the_device_have_the_layout_of_the_run(channels_last):
+    given = settings(augment={"color_jitter": 0.0})
+    run = dataclasses.replace(given.run, channels_last=channels_last)
+    task = Classification(
+        dataclasses.replace(given, data=DataSettings(data_on_device=True), run=run)
+    )
+    seed_all(0)
+    plan = task.plan_epoch(torch.arange(6))
+    images, labels = task.look_up(plan)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert images.shape == (6, 3, 32, 32) and images.is_contiguous(memory_format=layout)
+    assert torch.equal(images, task.normalize(task.crops(plan[1:]).contiguous()))
+    assert labels.tolist() == [task.files[0].read(index)[1] for index in range(6)]
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_smoothed_cross_entropy_is_that_of_torch(smoothing):
     logits, labels = torch.randn(6, 10, requires_grad=True), torch.tensor([3, 9, 0, 3, 1, 2])
