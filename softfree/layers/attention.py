@@ -11,7 +11,7 @@ An image may have tokens before its H * W: whatever exceeds them is a prefix (a 
 import contextlib
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from softfree.layers.multihead import (
     query_projection,
     refuse_keys_and_values,
 )
-from softfree.layers.plain import are_plain, is_plain, weight_and_bias
+from softfree.layers.plain import are_plain, is_plain, parameter, weight_and_bias
 from softfree.layers.pooling import Sampled
 from softfree.ops import image_attention, soft_attention
 from softfree.ops.attention import check_backend
@@ -353,10 +353,9 @@ class SoftAttention(SoftHeads):
         if self.q is not None and context is None:
             raise ValueError("context: this layer was built with context_dim, give the tokens")
         if context is None and mask is None and isinstance(x, Tensor):
-            dim = self.num_heads * self.head_dim
-            check_image(x.shape, size, dim, self.sequence, self.volume)
-            if size is not None and self._is_one_operator(x):
-                return self._attend_at_once(x, (size[0], size[1]))
+            operands = self.operands(x, size)
+            if operands is not None:
+                return self.attend_at_once(x, operands)
         else:
             check_tokens(x, source, mask, self.proj.in_features, self.qv.in_features)
             check_size(size, source.shape[1], self.sequence, self.volume)
@@ -369,6 +368,25 @@ class SoftAttention(SoftHeads):
         out = self.attend(q, k.transpose(1, 2), v.transpose(1, 2), size, mask)
         return self.proj(out)
 
+    def operands(self, x: Tensor, size: AnySize) -> "Operands | None":
+        """For :meth:`attend_at_once`; None: the layer is computed in its parts. Raises if the tokens can't be meant."""
+        channels = self.num_heads * self.head_dim
+        check_image(x.shape, size, channels, self.sequence, self.volume)
+        if size is None or self._modules.get("q") is not None or not self._is_one_operator(x):
+            return None
+        return self._operands(x, (size[0], size[1]))
+
+    def attend_at_once(self, x: Tensor, operands: "Operands", unseen: bool = False) -> Tensor:
+        """The layer as one operator; ``unseen``: see :func:`softfree.ops.shared.registration.unseen`."""
+        return image_attention.image_attention(
+            x,
+            *operands,
+            landmark_norm=self.landmark_norm,
+            normalize=self.normalize,
+            inverse=self.inverse_settings,
+            unseen=unseen,
+        )
+
     def _is_one_operator(self, x: Tensor) -> bool:
         """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
         if self.volume or (self.dropout and self.training) or self.backend not in KERNELS:
@@ -377,11 +395,14 @@ class SoftAttention(SoftHeads):
         qv: Any = parts["qv"]
         conv: Any = parts.get("value_conv")
         sampler: Any = parts["sampler"]
-        if not are_plain((qv, nn.Linear), (parts["proj"], nn.Linear), (conv, ValueConv)):
+        kind = AverageLandmarks if self.query_norm else ConvLandmarks
+        if not are_plain(
+            (qv, nn.Linear), (parts["proj"], nn.Linear), (conv, ValueConv), (sampler, kind)
+        ):
             return False
-        if not self._samples_in_operator(sampler):
+        if not (self.query_norm or self._samples_in_operator(sampler)):
             return False
-        filters: Tensor = conv.weight
+        filters: Tensor = parameter(conv, "weight")
         if not image_attention.fits(x, filters):
             return False
         # It computes every gradient; those of frozen weights would be for nothing.
@@ -392,22 +413,20 @@ class SoftAttention(SoftHeads):
         )
 
     def _samples_in_operator(self, sampler: Any) -> bool:
-        """Whether landmarks are means of normed queries, or the papers' of queries as they are."""
-        if self.query_norm:
-            return is_plain(sampler, AverageLandmarks)
+        """Whether landmarks by convolution are the papers', of queries as they are."""
         return (
             self.bandwidth == 1
-            and self.log_bandwidth is None
-            and is_plain(sampler, ConvLandmarks)
+            and parameter(self, "log_bandwidth") is None
             and is_plain(sampler.norm, nn.LayerNorm)
             and sampler.norm.bias is not None
         )
 
-    def _attend_at_once(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+    def _operands(self, x: Tensor, size: tuple[int, int]) -> "Operands":
+        """Of a layer that is one operator."""
         parts: Any = self._modules
-        qv, proj, sampler = parts["qv"], parts["proj"], parts["sampler"]
+        sampler = parts["sampler"]
         grid, window, pooling = sampler.windows_and_pooling(x, size)
-        width: Tensor | None = self.log_bandwidth
+        width: Tensor | None = parameter(self, "log_bandwidth")
         weight, norm_weight, norm_bias, eps = None, None, None, 0.0
         if not self.query_norm:
             weight = sampler.weight.view(self.head_dim, self.head_dim, *window)
@@ -415,26 +434,27 @@ class SoftAttention(SoftHeads):
         elif width is None:
             make = _log_bandwidths if is_ordinary(x) else _log_bandwidths.__wrapped__
             width = make(self.num_heads, self.bandwidth, x.device)
-        return image_attention.image_attention(
-            x,
-            image_attention.Weights(
-                *weight_and_bias(qv),
-                width,
-                weight,
-                norm_weight,
-                norm_bias,
-                parts["value_conv"].weight,
-                *weight_and_bias(proj),
-            ),
-            pooling,
-            grid,
-            window,
-            size,
-            eps=eps,
-            landmark_norm=self.landmark_norm,
-            normalize=self.normalize,
-            inverse=self.inverse_settings,
+        weights = image_attention.Weights(
+            *weight_and_bias(parts["qv"]),
+            width,
+            weight,
+            norm_weight,
+            norm_bias,
+            parameter(parts["value_conv"], "weight"),
+            *weight_and_bias(parts["proj"]),
         )
+        return Operands(weights, pooling, grid, window, size, eps)
+
+
+class Operands(NamedTuple):
+    """What a layer gives :func:`softfree.ops.image_attention.image_attention` beside its settings."""
+
+    weights: image_attention.Weights
+    pooling: Tensor | None
+    grid: tuple[int, int]
+    window: tuple[int, int]
+    size: tuple[int, int]
+    eps: float
 
 
 @functools.lru_cache(maxsize=64)

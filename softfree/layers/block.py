@@ -3,20 +3,35 @@
 from functools import partial
 from typing import Any
 
+import torch
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention
 from softfree.layers.landmarks import AnySize
-from softfree.layers.plain import are_plain, is_plain, weight_and_bias
+from softfree.layers.plain import (
+    are_all_hooked,
+    are_plain,
+    does_nothing,
+    idle_kind,
+    is_plain,
+    weight_and_bias,
+)
 from softfree.ops.mlp import mlp
-from softfree.ops.norm import add_norm
+from softfree.ops.norm import add_norm, add_norm_over
+from softfree.ops.shared import devices
+from softfree.ops.shared.registration import unseen
 
 
 class TanhMlp(Mlp):
     """timm's MLP with the tanh form of GELU, trained on a GPU in less memory and fewer passes over it."""
 
     def forward(self, x: Tensor) -> Tensor:
+        weights = self.weights()
+        return super().forward(x) if weights is None else mlp(x, *weights)
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Weight and bias of both layers, if it is :func:`softfree.ops.mlp.mlp` of them."""
         parts: Any = self._modules  # as attributes they would be looked for in three places each
         fc1, act, fc2 = parts["fc1"], parts["act"], parts["fc2"]
         first, second = parts["drop1"], parts["drop2"]
@@ -36,8 +51,8 @@ class TanhMlp(Mlp):
             weight1, bias1 = weight_and_bias(fc1)
             weight2, bias2 = weight_and_bias(fc2)
             if bias1 is not None and bias2 is not None:
-                return mlp(x, weight1, bias1, weight2, bias2)
-        return super().forward(x)
+                return weight1, bias1, weight2, bias2
+        return None
 
 
 class Block(nn.Module):
@@ -94,9 +109,14 @@ class Block(nn.Module):
         where = (size, mask) if context is None else (size, mask, context)
         parts: Any = self._modules  # as attributes they would be looked for in three places each
         attn, norm1, mlp_part, norm2 = parts["attn"], parts["norm1"], parts["mlp"], parts["norm2"]
+        drop, path = parts["attn_drop"], parts["drop_path"]
+        if mask is context is None and not self.pre_norm:
+            out = _evaluate(x, size, attn, norm1, mlp_part, norm2, drop, path)
+            if out is not None:
+                return out
         # What does nothing is not called, which would cost as much as a launch.
-        drop = None if is_plain(parts["attn_drop"], nn.Identity) else parts["attn_drop"]
-        path = None if is_plain(parts["drop_path"], nn.Identity) else parts["drop_path"]
+        drop = None if does_nothing(drop) else drop
+        path = None if does_nothing(path) else path
         branch = attn(norm1(x) if self.pre_norm else x, *where)
         branch = branch if drop is None else drop(branch)
         branch = branch if path is None else path(branch)
@@ -104,6 +124,38 @@ class Block(nn.Module):
         branch = mlp_part(norm2(x) if self.pre_norm else x)
         branch = branch if path is None else path(branch)
         return x + branch if self.pre_norm else _add_and_norm(x, branch, norm2)
+
+
+def _evaluate(
+    x: Tensor, size: AnySize, attn: Any, norm1: Any, mlp_part: Any, norm2: Any,
+    drop: Any, path: Any,
+) -> Tensor | None:  # fmt: skip
+    """A post-norm block without a gradient, its questions asked once; None if it has to be taken in its parts.
+
+    Of one picture, to ask and to call module by module takes longer than the kernels.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return None
+    if type(x) is not Tensor or x.dtype not in devices.SIXTEEN_BIT or not isinstance(size, tuple):
+        return None
+    if are_all_hooked() or not are_plain(
+        (attn, SoftAttention),
+        (norm1, nn.LayerNorm),
+        (mlp_part, TanhMlp),
+        (norm2, nn.LayerNorm),
+        (drop, idle_kind(drop)),
+        (path, idle_kind(path)),
+    ):
+        return None
+    of_mlp = mlp_part.weights()
+    operands = None if of_mlp is None else attn.operands(x, size)
+    if operands is None:
+        return None
+    first, second = weight_and_bias(norm1), weight_and_bias(norm2)
+    if not unseen((x, *operands.weights, operands.pooling, *first, *of_mlp, *second)):
+        return None
+    x = add_norm_over(x, attn.attend_at_once(x, operands, unseen=True), *first, norm1.eps)
+    return add_norm_over(x, mlp(x, *of_mlp, unseen=True), *second, norm2.eps)
 
 
 def _add_and_norm(x: Tensor, branch: Tensor, norm: nn.LayerNorm) -> Tensor:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, ConvNormAct, trunc_normal_
 from torch import Tensor, nn
 
-from softfree.layers.plain import are_plain, weight_and_bias
+from softfree.layers.plain import are_plain, parameter, weight_and_bias
+from softfree.ops import conv_norm
 from softfree.ops.shared.devices import exporting
 from softfree.ops.shared.shapes import certain
 
@@ -40,13 +41,21 @@ class _ConvBnRelu(ConvNormAct):
     def forward(self, x: Tensor) -> Tensor:
         conv: Any = self._modules["conv"]
         norm: Any = self._modules["bn"]
-        if norm.training or not are_plain((conv, nn.Conv2d), (norm, BatchNormAct2d)):
+        drop, act = norm._modules.get("drop"), norm._modules.get("act")
+        if norm.training or not are_plain(
+            (conv, nn.Conv2d), (norm, BatchNormAct2d), (drop, nn.Identity), (act, nn.ReLU)
+        ):
             return super().forward(x)
-        act, mean, variance = norm.act, norm.running_mean, norm.running_var
-        if mean is None or not are_plain((norm.drop, nn.Identity), (act, nn.ReLU)):
+        mean, variance = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
+        if mean is None or variance is None:
             return super().forward(x)
-        x = conv._conv_forward(x, *weight_and_bias(conv))
+        filters, shift = weight_and_bias(conv)
         weight, bias = weight_and_bias(norm)
+        affine = shift is not None and weight is not None and bias is not None
+        if affine and conv_norm.fits(x, conv.out_channels):
+            x = conv._conv_forward(x, filters, None)
+            return conv_norm.norm_relu(x, shift, mean, variance, weight, bias, norm.eps)
+        x = conv._conv_forward(x, filters, shift)
         x = F.batch_norm(x, mean, variance, weight, bias, False, norm.momentum or 0.0, norm.eps)
         return F.relu(x, inplace=act.inplace)
 
@@ -88,10 +97,10 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """Add the positions to tokens (batch, prefix + H * W, dim)."""
-        weight: Tensor = self.weight
+        weight: Tensor = parameter(self, "weight")
         if must_resize(self.grid, size):
             weight = resize_positions(weight, self.grid, size, self.prefix)
-        return x + weight.to(x.dtype)
+        return x + (weight if weight.dtype == x.dtype else weight.to(x.dtype))
 
 
 def resize_positions(
@@ -109,7 +118,10 @@ def must_resize(grid: tuple[int, ...], size: tuple[int, int]) -> bool:
     # would be fixed to what it is told of them.
     if exporting() or torch.jit.is_tracing():
         return True
-    return not all(certain(a == b) for a, b in zip(size, grid, strict=True))
+    for a, b in zip(size, grid, strict=True):  # noqa: SIM110  (a generator would be called for each)
+        if not certain(a == b):
+            return True
+    return False
 
 
 def resize(image: Tensor, size: tuple[int, int]) -> Tensor:

@@ -10,6 +10,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from softfree.layers.attention import SoftAttention
+from softfree.layers.plain import does_nothing
 
 POOLS = ("token", "avg", "")
 ImageSize = int | tuple[int, int]
@@ -84,18 +85,19 @@ class Backbone(nn.Module):
         """Image (batch, in_chans, H, W) to the last tokens, (batch, prefix + h * w, channels)."""
         for tokens_and_size in self.iterate_features(x):
             tokens = tokens_and_size[0]
-        return self.norm(tokens)
+        return call_unless_idle(self.norm, tokens)
 
     def pool(self, tokens: Tensor) -> Tensor:
         """Tokens to one vector per sample, as ``global_pool`` says; unchanged for ``""``."""
         if self.global_pool == "token":
             return tokens[:, 0]
         if self.global_pool == "avg":
-            return tokens[:, self.num_prefix_tokens :].mean(1)
+            prefix = self.num_prefix_tokens
+            return (tokens[:, prefix:] if prefix else tokens).mean(1)
         return tokens
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        x = self.head_drop(self.pool(x))
+        x = call_unless_idle(self.head_drop, self.pool(x))
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,6 +182,11 @@ class Backbone(nn.Module):
     def prune_after(self, last: int) -> None:
         """Drop the parts after number ``last``."""
         setattr(self, self.parts, getattr(self, self.parts)[: last + 1])
+
+
+def call_unless_idle(module: nn.Module, x: Tensor) -> Tensor:
+    """``module(x)``, without a call of what does nothing."""
+    return x if does_nothing(module) else module(x)
 
 
 def call_block(block: nn.Module, x: Tensor, size: tuple[int, int], recompute: bool) -> Tensor:

@@ -1,12 +1,19 @@
 """Blocks: the two formulas, and stochastic depth."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import softfree
 from softfree.layers import Block, SoftmaxAttention
+from softfree.layers import block as blocks
+from softfree.ops import image_attention
+from softfree.ops.norm import add_norm
 
 
 def block(**kwargs) -> softfree.SoftBlock:
@@ -185,3 +192,129 @@ def test_hooks_of_what_does_nothing_are_called(name, times, pre_norm):
     getattr(b, name).register_forward_hook(lambda *_: seen.append(name))
     assert not torch.equal(b(x, (7, 5)), expected)
     assert seen == [name] * times
+
+
+@pytest.fixture
+def at_once(monkeypatch) -> list[bool]:
+    """Blocks as on a GPU, with stand-ins for its kernels; for each call of the attention, whether it is unseen."""
+    calls, compute = [], blocks.mlp
+
+    def attend(x, *operands, unseen, **settings):
+        calls.append(unseen)
+        return x / 2
+
+    monkeypatch.setattr(image_attention, "fits", lambda x, weight: True)
+    monkeypatch.setattr(image_attention, "image_attention", attend)
+    monkeypatch.setattr(blocks, "add_norm_over", add_norm)
+    monkeypatch.setattr(blocks, "mlp", lambda *inputs, unseen=False: compute(*inputs))
+    return calls
+
+
+SIZE = (7, 5)
+
+
+def half_block(**options) -> tuple[softfree.SoftBlock, torch.Tensor]:
+    return block(**options).bfloat16().eval(), torch.randn(2, 35, 12, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{}, dict(drop_path=0.5, attn_drop=0.5, proj_drop=0.5)])
+def test_a_block_without_a_gradient_asks_its_questions_once(at_once, options):
+    b, x = half_block(**options)
+    before = x.clone()
+    with torch.no_grad():
+        found = b(x, SIZE)
+        middle = b.norm1(x + x / 2)
+        expected = b.norm2(middle + b.mlp(middle))
+    assert at_once == [True] and torch.equal(x, before)
+    torch.testing.assert_close(found, expected)
+    with torch.inference_mode():
+        assert torch.equal(b(x, SIZE), found)
+    assert at_once == [True] * 2
+
+
+PARTS = [
+    "attn", "attn.qv", "attn.proj", "attn.sampler", "attn.sampler.norm", "attn.value_conv",
+    "norm1", "mlp", "mlp.fc1", "mlp.act", "mlp.drop1", "mlp.norm", "mlp.fc2", "mlp.drop2", "norm2",
+    "attn_drop", "drop_path",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_hook_on_any_part_is_called_and_ends_that(at_once, name):
+    b, x = half_block()
+    seen = []
+    b.get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
+    with torch.no_grad():
+        b(x, SIZE)
+    assert seen and True not in at_once
+
+
+@pytest.mark.parametrize("name", ["attn", "mlp", "norm1", "drop_path"])
+def test_a_forward_of_its_own_and_one_compiled_in_place_are_called(at_once, name):
+    for how in ("forward", "_compiled_call_impl"):
+        b, x = half_block()
+        part, seen = b.get_submodule(name), []
+        forward = part.forward
+        setattr(part, how, lambda *a, f=forward, s=seen: s.append(name) or f(*a))
+        with torch.no_grad():
+            b(x, SIZE)
+        assert seen and True not in at_once
+
+
+def test_hooks_of_all_modules_see_the_parts(at_once):
+    b, x = half_block()
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(module)
+    )
+    try:
+        with torch.no_grad():
+            b(x, SIZE)
+    finally:
+        handle.remove()
+    assert {b, b.attn, b.mlp} <= set(seen) and at_once == [False]
+
+
+class Names(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("onlooker", ["gradient", "mode", "profiler", "autocast", "subclass"])
+def test_with_an_onlooker_a_block_is_taken_in_its_parts(at_once, onlooker):
+    b, x = half_block()
+    onlookers = dict(
+        gradient=torch.enable_grad, mode=Names, autocast=lambda: torch.autocast("cpu"),
+        profiler=lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        subclass=contextlib.nullcontext,
+    )  # fmt: skip
+    if onlooker == "subclass":
+        b.norm2.weight = torch.nn.Parameter(TwoTensor(b.norm2.weight, b.norm2.weight))
+    with torch.no_grad(), onlookers[onlooker]():
+        b(x, SIZE)
+    assert at_once == [False]
+
+
+def test_a_mask_a_context_or_no_size_are_not_for_a_block_at_once(at_once):
+    b, x = half_block()
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="size must be"):
+            b(x)
+        with pytest.raises(TypeError, match="size must be a tuple"):
+            b(x, x)
+        b(x, list(SIZE))
+        half_block(pre_norm=True)[0](x, SIZE)
+        b.float()(x.float(), SIZE)
+    assert True not in at_once
+
+
+def test_weights_given_for_one_call_are_used(at_once):
+    b, x = half_block()
+    with torch.no_grad():
+        given = {name: p + 0.5 for name, p in b.named_parameters()}
+        found = torch.func.functional_call(b, given, (x, SIZE))
+        assert at_once == [True]
+        assert not torch.equal(found, b(x, SIZE))
+        for name, parameter in b.named_parameters():
+            parameter.data = given[name]
+        assert torch.equal(found, b(x, SIZE))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from softfree.layers.embeddings import PositionEmbedding, downsample, resize_positions, stem
+from softfree.ops import conv_norm
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -85,3 +86,48 @@ def test_hooks_inside_a_stem_are_called_in_evaluation(name):
     layer[1].get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
     layer(torch.randn(1, 3, 8, 8))
     assert seen == [name]
+
+
+def as_on_a_gpu(monkeypatch) -> list[str]:
+    """What follows a convolution is left to our operator; returns where its calls are noted."""
+    calls, operator = [], conv_norm.norm_relu
+    monkeypatch.setattr(conv_norm, "fits", lambda x, channels: True)
+    monkeypatch.setattr(conv_norm, "norm_relu", lambda *a: calls.append("norm") or operator(*a))
+    return calls
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_one_operator_in_the_place_of_bias_norm_and_relu_gives_the_same(overlap, monkeypatch):
+    layer = stem(3, 8, overlap=overlap).double()
+    for module in layer.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    image = torch.randn(2, 3, 16, 12).double()
+    layer(image)  # running statistics of their own
+    expected = layer.eval()(image)
+    calls = as_on_a_gpu(monkeypatch)
+    torch.testing.assert_close(layer(image), expected)
+    assert len(calls) == len(layer)
+    layer.train()(image)
+    assert len(calls) == len(layer)
+
+
+@pytest.mark.parametrize("name", ["conv", "bn", "bn.drop", "bn.act"])
+def test_hooks_inside_a_stem_are_called_where_it_would_be_one_operator(name, monkeypatch):
+    layer, seen = stem(3, 8).eval(), []
+    calls = as_on_a_gpu(monkeypatch)
+    layer[1].get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
+    layer(torch.randn(1, 3, 8, 8))
+    assert seen == [name] and len(calls) == 2
+
+
+def test_a_convolution_or_norm_without_biases_is_none_for_the_operator(monkeypatch):
+    layer = stem(3, 8).eval()
+    layer[0].conv.bias = None
+    layer[1].bn.weight = layer[1].bn.bias = None
+    image = torch.randn(1, 3, 8, 8)
+    expected = layer(image)
+    calls = as_on_a_gpu(monkeypatch)
+    torch.testing.assert_close(layer(image), expected)
+    assert calls == ["norm"]

@@ -23,7 +23,7 @@ from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSe
 from softfree.ops.image_attention.places import Places, split
 from softfree.ops.query_norm import operator as query_norm
 from softfree.ops.shared import devices
-from softfree.ops.shared.precision import autocast_dtype
+from softfree.ops.shared.precision import NOTHING, autocast_dtype, full_precision
 from softfree.ops.shared.registration import LEFT_OUT, register
 from softfree.ops.value_conv import operator as value_conv
 from softfree.ops.window_product import operator as window_product
@@ -77,11 +77,12 @@ def image_attention(
     grid: tuple[int, int],
     window: tuple[int, int],
     size: tuple[int, int],
-    *,
     eps: float,
+    *,
     landmark_norm: bool,
     normalize: bool,
     inverse: InverseSettings,
+    unseen: bool = False,
 ) -> Tensor:
     """``proj(share * soft_attention(q, None, v, landmarks) + value_conv(v))``, ``q, v = qv(x)``.
 
@@ -96,12 +97,12 @@ def image_attention(
         eps: of the norm of landmarks by convolution.
         landmark_norm: whether the means that are landmarks are normed as the queries are.
         normalize, inverse: see :func:`softfree.soft_attention`.
+        unseen: that :func:`softfree.ops.shared.registration.unseen` holds for all these tensors.
 
     Returns:
         (batch, n, channels)
     """
-    dtype = autocast_dtype(x)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
+    dtype = x.dtype if unseen else autocast_dtype(x)
     if not x.dtype == weights.qv_weight.dtype == weights.proj_weight.dtype == dtype:
         x = x.to(dtype)
         weights = weights._replace(
@@ -110,6 +111,9 @@ def image_attention(
     head_dim = x.shape[2] // weights.value_weight.shape[0]
     settings = AttentionSettings(head_dim**-0.5, normalize, inverse)
     places = Places(*grid, *size, *window)
+    if unseen:
+        return _pass(x, weights, pooling, places, eps, landmark_norm, settings)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
     return FORWARD(x, weights, pooling, places, eps, landmark_norm, settings, keep)[0]
 
 
@@ -133,17 +137,14 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The result and, to ``keep``, what its gradient needs; else None."""
+    if not keep:
+        out = _pass(x, weights, pooling, places, eps, landmark_norm, settings)
+        return out, *(LEFT_OUT,) * len(Kept._fields)
     qv = _linear(x.contiguous(), weights.qv_weight, weights.qv_bias)
     plan = _plan(qv, weights, pooling, places, eps, landmark_norm, settings)
-    program = plan.keeping if keep else plan.passing
+    program = plan.keeping
     out = qv.new_empty(plan.out)
     tensors = [qv, out, program.room.empty(qv), *_small(weights)]
-    if not keep:
-        program(tensors, pooling)
-        del qv, tensors  # their memory is free for the result
-        return _linear(out, weights.proj_weight, weights.proj_bias), *(LEFT_OUT,) * len(
-            Kept._fields
-        )
     first = len(tensors)
     tensors.append(qv.new_empty(plan.sampled))
     tensors += [qv.new_empty(sizes, dtype=torch.float32) for sizes in plan.kept]
@@ -151,6 +152,27 @@ def _forward(
     sampled, inverse, u, *deviations = tensors[first:]
     kept = sampled, deviations[0] if deviations else LEFT_OUT, inverse, u
     return _linear(out, weights.proj_weight, weights.proj_bias), qv, out, *kept
+
+
+def _pass(
+    x: Tensor,
+    weights: Weights,
+    pooling: Tensor | None,
+    places: Places,
+    eps: float,
+    landmark_norm: bool,
+    settings: AttentionSettings,
+) -> Tensor:
+    """The result alone."""
+    qv = _linear(x.contiguous(), weights.qv_weight, weights.qv_bias)
+    plan = _plan(qv, weights, pooling, places, eps, landmark_norm, settings)
+    program = plan.passing
+    out = qv.new_empty(plan.out)
+    # PyTorch has products in float32 where landmarks are too many for one program.
+    with NOTHING if plan.fused else full_precision(qv.device):
+        program([qv, out, program.room.empty(qv), *_small(weights)], pooling)
+    del qv  # its memory is free for the result
+    return _linear(out, weights.proj_weight, weights.proj_bias)
 
 
 @functools.cache  # an import, too, takes a microsecond

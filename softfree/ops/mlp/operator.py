@@ -28,13 +28,23 @@ PROGRAMS_PER_PROCESSOR = 8
 PART_BYTES = 2**29
 
 
-def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+def mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    *,
+    unseen: bool = False,
+) -> Tensor:
     """``gelu(x weight1^T + bias1) weight2^T + bias2``, in GELU's tanh form.
 
     Args:
         x: (..., channels).
         weight1, bias1: (hidden, channels), (hidden,).
         weight2, bias2: (out, hidden), (out,).
+        unseen: that :func:`softfree.ops.shared.registration.unseen` holds for all these tensors, and ``x`` is
+            :func:`softfree.ops.shared.devices.usable`.
 
     Returns:
         (..., out)
@@ -45,14 +55,20 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tenso
         >>> mlp(torch.randn(2, 5, 8), first.weight, first.bias, second.weight, second.bias).shape
         torch.Size([2, 5, 8])
     """
-    parameters = weight1, bias1, weight2, bias2
-    learning = torch.is_grad_enabled()
-    trained = learning and all(p.requires_grad for p in parameters)
-    wanted = learning and any(t.requires_grad for t in (x, *parameters))
-    # Of frozen weights the operator would compute gradients for nothing.
-    if wanted != trained or not devices.usable(x, dtype=autocast_dtype(x)):
-        return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), weight2, bias2)
-    x, weight1, weight2 = autocast(x, weight1, weight2)
+    trained = False
+    if not unseen:
+        parameters = weight1, bias1, weight2, bias2
+        learning = torch.is_grad_enabled()
+        trained = learning and all(p.requires_grad for p in parameters)
+        wanted = learning and any(t.requires_grad for t in (x, *parameters))
+        # Of frozen weights the operator would compute gradients for nothing.
+        if (
+            wanted != trained
+            or not devices.usable(x, dtype=autocast_dtype(x))
+            or (not trained and _is_followed())
+        ):
+            return F.linear(F.gelu(F.linear(x, weight1, bias1), approximate="tanh"), weight2, bias2)
+        x, weight1, weight2 = autocast(x, weight1, weight2)
     rows = x.reshape(-1, x.shape[-1])
     if trained:
         out = FORWARD(rows, weight1, bias1, weight2, bias2)[0]
@@ -62,28 +78,25 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tenso
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _is_long(x: Tensor, weight1: Tensor) -> bool:
-    """Whether the hidden layer of (rows, channels) is more than a part; a compiler does not ask, and is told yes."""
-    if torch.compiler.is_dynamo_compiling():
-        return True
-    return x.shape[0] * weight1.shape[0] * x.itemsize > PART_BYTES and not _is_followed()
-
-
 def _is_followed() -> bool:
-    """Whether someone follows what PyTorch computes, to count it or to transform it."""
-    return (
+    """Whether someone follows what PyTorch computes, to count it or to transform it, and may not know our product."""
+    return not torch.compiler.is_dynamo_compiling() and (
         _C._len_torch_dispatch_stack() > 0
         or _C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
 
 
+def _is_long(x: Tensor, weight1: Tensor) -> bool:
+    """Whether the hidden layer of (rows, channels) is more than a part; a compiler does not ask, and is told yes."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return x.shape[0] * weight1.shape[0] * x.itemsize > PART_BYTES
+
+
 def _at_once(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
     """:func:`mlp` of (rows, channels) without a gradient."""
-    if _is_followed():  # and may not know this product
-        hidden = F.gelu(F.linear(x, weight1, bias1), approximate="tanh")
-    else:
-        hidden = torch._addmm_activation(bias1, x, weight1.T, use_gelu=True)
+    hidden = torch._addmm_activation(bias1, x, weight1.T, use_gelu=True)
     return F.linear(hidden, weight2, bias2)
 
 

@@ -1,5 +1,5 @@
 """LayerNorm with what stands before or after it."""
 
-from softfree.ops.norm.operator import add_norm, landmark_norm
+from softfree.ops.norm.operator import add_norm, add_norm_over, landmark_norm
 
-__all__ = ["add_norm", "landmark_norm"]
+__all__ = ["add_norm", "add_norm_over", "landmark_norm"]

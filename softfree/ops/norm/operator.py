@@ -69,6 +69,35 @@ def add_norm(
     return F.layer_norm(x + branch, (x.shape[-1],), weight, bias, eps).to(x.dtype)
 
 
+def add_norm_over(
+    x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """As :func:`add_norm`, of tensors that are :func:`softfree.ops.shared.registration.unseen` and
+    :func:`softfree.ops.shared.devices.usable`.
+
+    Args:
+        x, weight, bias, eps: as there.
+        branch: in whose memory the result may lie; nobody else's, nor that of ``x``.
+    """
+    shape = x.shape
+    if (
+        weight is None
+        or bias is None
+        or branch.dtype != x.dtype
+        or branch.shape != shape
+        or shape[-1] > MAX_CHANNELS
+        or not branch.is_contiguous()
+    ):
+        return add_norm(x, branch, weight, bias, eps)
+    numel = x.numel()
+    if numel > 0:
+        x = x.contiguous()
+        run = _add_launch(numel, shape[-1], eps, False)
+        # A program reads its rows of the branch before it writes them.
+        run(x, branch, weight.contiguous(), bias.contiguous(), x, branch)
+    return branch
+
+
 def _fits(x: Tensor) -> bool:
     return devices.usable(x) and x.shape[-1] <= MAX_CHANNELS
 
@@ -87,7 +116,7 @@ def landmark_launch(numel: int, channels: int, scale: float, eps: float) -> Any:
     from softfree.ops.norm.kernels import landmark_norm_kernel
     from softfree.ops.shared.launching import Launch
 
-    rows, tiles, options = _tiles(numel, channels)
+    rows, tiles, options = tiles_of_rows(numel, channels)
     return Launch(landmark_norm_kernel, (tiles,), (rows, channels, scale, eps), **options)
 
 
@@ -135,8 +164,9 @@ def _landmark_gradient(ctx: Any, grad: Tensor):
 
 LANDMARK_BACKWARD = register("landmark_norm_backward", landmark_backward, _fake_landmark_backward)
 LANDMARK_FORWARD = register(
-    "landmark_norm", landmark_forward, _fake_landmark, _setup_landmark, _landmark_gradient
-)
+    "landmark_norm", landmark_forward, _fake_landmark, _setup_landmark, _landmark_gradient,
+    launches=True,
+)  # fmt: skip
 
 
 def _add_forward(
@@ -157,7 +187,7 @@ def _add_launch(numel: int, channels: int, eps: float, keep: bool) -> Any:
     from softfree.ops.norm.kernels import add_norm_kernel
     from softfree.ops.shared.launching import Launch
 
-    rows, tiles, options = _tiles(numel, channels)
+    rows, tiles, options = tiles_of_rows(numel, channels)
     return Launch(add_norm_kernel, (tiles,), (rows, channels, eps), KEEP=keep, **options)
 
 
@@ -198,10 +228,12 @@ def _add_gradient(ctx: Any, grad, _):
 
 
 ADD_BACKWARD = register("add_norm_backward", _add_backward, _fake_add_backward)
-ADD_FORWARD = register("add_norm", _add_forward, _fake_add, _setup_add, _add_gradient, keeps=True)
+ADD_FORWARD = register(
+    "add_norm", _add_forward, _fake_add, _setup_add, _add_gradient, keeps=True, launches=True
+)
 
 
-def _tiles(numel: int, channels: int) -> tuple[int, int, dict[str, int]]:
+def tiles_of_rows(numel: int, channels: int) -> tuple[int, int, dict[str, int]]:
     """Rows, tiles of them, and what a kernel is compiled with."""
     blocks = dict(ROWS=max(1, ELEMENTS // block(channels)), BLOCK_C=block(channels))
     rows = numel // channels
@@ -216,7 +248,7 @@ def _backward_launch(
     from softfree.ops.norm import kernels
     from softfree.ops.shared.launching import Launch
 
-    rows, tiles, options = _tiles(numel, channels)
+    rows, tiles, options = tiles_of_rows(numel, channels)
     steps = max(1, tiles_of(tiles, PROGRAMS_PER_PROCESSOR * processors))
     stretches = tiles_of(tiles, steps)
     values = (rows, channels, steps, *values)

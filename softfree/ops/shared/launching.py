@@ -122,6 +122,8 @@ class Chain:
     def __init__(self, steps: Sequence[Step]):
         self.steps = steps
         self.kernels = [*{id(run.kernel): run.kernel for run, _ in steps}.values()]
+        places = {(part.tensor, part.offset): None for _, parts in steps for part in parts}
+        self.places = [*places]  # of all arguments, each once
         self.compiled: dict[tuple, list[tuple]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -133,8 +135,9 @@ class Chain:
             self._one_by_one(key, tensors)
             return
         stream = _stream(gpu)
-        for run, grid, settings, places, rest in compiled:
-            run(*grid, stream, *settings, *[addresses[n] + offset for n, offset in places], *rest)
+        begins = [addresses[n] + offset for n, offset in self.places]
+        for run, grid, settings, arguments, rest in compiled:
+            run(*grid, stream, *settings, *arguments(begins), *rest)
 
     def _hooked(self) -> bool:
         for kernel in self.kernels:  # noqa: SIM110  (a generator would be called for each)
@@ -147,8 +150,8 @@ class Chain:
         for run, parts in self.steps:
             found = run(*(part.of(tensors) for part in parts))
             if found is not None:
-                places = [(part.tensor, part.offset) for part in parts]
-                compiled.append((*found, places, run.rest))
+                numbers = [self.places.index((part.tensor, part.offset)) for part in parts]
+                compiled.append((*found, _items(numbers), run.rest))
         if len(compiled) == len(self.steps):
             self.compiled[key] = compiled
 
@@ -168,6 +171,13 @@ def launch(
             _launches.clear()
         known = _launches[key] = Launch(kernel, grid, values, **options)
     known(*tensors)
+
+
+def _items(numbers: Sequence[int]) -> Callable[[Sequence], Sequence]:
+    """What takes these items of a sequence, by C alone."""
+    if len(numbers) == 1:
+        return operator.itemgetter(slice(numbers[0], numbers[0] + 1))
+    return operator.itemgetter(*numbers)
 
 
 def _alignment(addresses: Sequence[int]) -> bool | tuple[int, ...]:

@@ -229,6 +229,25 @@ def register(
     return call
 
 
+def unseen(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether an eager call with these tensors is nothing but the launches of its kernels.
+
+    Nobody looks on, no gradient is wanted, autocast is off, and launches go to the device of the first. Callers of
+    several operators ask it once.
+    """
+    first: Any = tensors[0]
+    device = first.device
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_dynamo_compiling()
+        or _C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _observed(tensors)
+        or torch.is_autocast_enabled(device.type)
+        or not devices.is_current(device)
+    )
+
+
 def _alone(compute: Callable[..., Any]) -> Callable[..., Any]:
     """As ``compute``, on the device of its first input and without autocast."""
 

@@ -6,7 +6,7 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
 
 or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution,
 {"hidden": 384} for the MLP's GELU, {"norm": 32} for the norms and the sums of columns, {"query_norm": 8, "d": 32}
-for the norm of queries with means of windows of that side.
+for the norm of queries with means of windows of that side, {"conv_norm": 32} for what follows a convolution.
 It prints one JSON line per kernel: number of the argument, name, shared memory in bytes, registers per
 thread, bytes spilled.
 """
@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from softfree.ops.attention.kernels import launch
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
+from softfree.ops.conv_norm import operator as conv_norm
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.norm import operator as norm
 from softfree.ops.query_norm import operator as query_norm
@@ -145,6 +146,11 @@ def compile_call(architecture: int = 90, **settings) -> None:
         inverse = query_norm.inverse_deviations(q)
         means = query_norm.norm(q, scale, q, inverse, grid, window, means=True, log=True)
         query_norm.write_gradient(q, q, scale, inverse, means, q, grid, window, 0.5, log=True)
+        return
+    if "conv_norm" in settings:
+        channels = settings["conv_norm"]
+        x = torch.zeros(1, channels, 14, 14, dtype=dtype)
+        conv_norm._forward(x, *torch.zeros(5, channels, dtype=dtype), 1e-5)
         return
     if "norm" in settings:
         x = torch.zeros(640, settings["norm"], dtype=dtype)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import softfree
 from softfree.ops import image_attention
+from softfree.ops.conv_norm import operator as conv_norm
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.norm import operator as norm
 from softfree.ops.query_norm import operator as query_norm
@@ -266,11 +267,17 @@ BY_SHAPE = {
     "mlp": lambda: (
         lambda x: mlp.FORWARD(x, *empty((7, 4), (7,), (4, 7), (4,)))[0], (10, 4)
     ),
+    "mlp_in_parts": lambda: (
+        lambda x: mlp._parts(x, *empty((7, 4), (7,), (4, 7), (4,))), (10, 4)
+    ),
     "landmark_norm": lambda: (
         lambda x: norm.LANDMARK_FORWARD(x, *empty((8,), (8,)), 0.5, 1e-5), (5, 8)
     ),
     "add_norm": lambda: (
         lambda x: norm.ADD_FORWARD(x, x, *empty((8,), (8,)), 1e-5, True)[0], (5, 8)
+    ),
+    "norm_relu": lambda: (
+        lambda x: conv_norm.FORWARD(x, *empty(*[(8,)] * 5), 1e-5), (2, 8, 5, 3)
     ),
     "value_conv": lambda: (
         lambda v: value_conv.FORWARD(v, *empty((2, 1, 3, 3)), None, 4, 3), (2, 12, 8)

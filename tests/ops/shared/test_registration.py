@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softfree
-from softfree.ops.shared.registration import LEFT_OUT, register
+from softfree.ops.shared.registration import LEFT_OUT, register, unseen
 
 
 def scaled(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
@@ -159,3 +160,25 @@ def test_whoever_looks_on_sees_the_operator(operator, onlooker):
         assert out.grad_fn.name() == "DifferentiableBackward"
         return
     assert name in seen
+
+
+def test_a_call_without_onlooker_gradient_or_autocast_is_unseen():
+    x, weight = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    assert not unseen((x, None, weight))
+    with torch.no_grad():
+        assert unseen((x, None, weight))
+        assert not unseen((x.as_subclass(Wrapped), weight)) and not unseen((x.to("meta"),))
+        with Counting():
+            assert not unseen((x, weight))
+        with torch.autocast("cpu"):
+            assert not unseen((x, weight))
+        with forward_ad.dual_level():
+            assert not unseen((x, weight))
+        kept = []
+        torch.func.vmap(lambda row: kept.append(row) or row)(torch.ones(2, 2))
+        assert not unseen((x, kept[0]))  # left behind by a transform
+        seen = []
+        torch.func.vmap(lambda row: seen.append(unseen((x,))) or row)(torch.ones(2, 2))
+        assert seen == [False]
+    with torch.inference_mode():
+        assert unseen((x, weight))
