@@ -53,10 +53,13 @@ $(BIN)/python:
 	    "Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Without bytecode of all that comes along, which would double the time: Python makes it of what is imported.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+
 $(VENV)/installed: $(INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(PIP_INSTALL) -e .
 	@touch $@
 
 $(VENV)/installed-dev: $(INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/installed
