@@ -101,7 +101,7 @@ def run_example(monkeypatch, folder, file: str) -> dict:
     return names
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_detectors_file_finds_the_boxes_that_the_detector_finds(
     tmp_path, capsys, photo, monkeypatch
 ):

@@ -33,9 +33,10 @@ def names(kernels: list[dict]) -> set[str]:
     return {kernel["name"] for kernel in kernels}
 
 
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.full)])
 @pytest.mark.slow
-def test_interpreted_kernels_agree_with_the_reference():
-    lines = run("interpreted.py")
+def test_interpreted_kernels_agree_with_the_reference(which):
+    lines = run("interpreted.py", which)
     assert {line["path"] for line in lines} == {"one launch", "three launches"}
     for line in lines:
         for name, (error, allowed) in line["errors"].items():
