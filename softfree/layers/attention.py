@@ -396,19 +396,19 @@ class SoftAttention(SoftHeads):
         conv: Any = parts.get("value_conv")
         sampler: Any = parts["sampler"]
         kind = AverageLandmarks if self.query_norm else ConvLandmarks
-        if not are_plain(
-            (qv, nn.Linear), (parts["proj"], nn.Linear), (conv, ValueConv), (sampler, kind)
-        ):
+        if not are_plain((qv, nn.Linear), (parts["proj"], nn.Linear), (sampler, kind)):
+            return False
+        if conv is not None and not is_plain(conv, ValueConv):
             return False
         if not (self.query_norm or self._samples_in_operator(sampler)):
             return False
-        filters: Tensor = parameter(conv, "weight")
-        if not image_attention.fits(x, filters):
+        filters: Tensor | None = None if conv is None else parameter(conv, "weight")
+        if not image_attention.fits(x, self.num_heads, filters):
             return False
         # It computes every gradient; those of frozen weights would be for nothing.
         return not torch.is_grad_enabled() or (
             qv.weight.requires_grad
-            and filters.requires_grad
+            and (filters is None or filters.requires_grad)
             and (self.query_norm or sampler.weight.requires_grad)
         )
 
@@ -424,7 +424,7 @@ class SoftAttention(SoftHeads):
     def _operands(self, x: Tensor, size: tuple[int, int]) -> "Operands":
         """Of a layer that is one operator."""
         parts: Any = self._modules
-        sampler = parts["sampler"]
+        sampler, conv = parts["sampler"], parts.get("value_conv")
         grid, window, pooling = sampler.windows_and_pooling(x, size)
         width: Tensor | None = parameter(self, "log_bandwidth")
         weight, norm_weight, norm_bias, eps = None, None, None, 0.0
@@ -440,7 +440,7 @@ class SoftAttention(SoftHeads):
             weight,
             norm_weight,
             norm_bias,
-            parameter(parts["value_conv"], "weight"),
+            None if conv is None else parameter(conv, "weight"),
             *weight_and_bias(parts["proj"]),
         )
         return Operands(weights, pooling, grid, window, size, eps)

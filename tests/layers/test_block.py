@@ -203,7 +203,7 @@ def at_once(monkeypatch) -> list[bool]:
         calls.append(unseen)
         return x / 2
 
-    monkeypatch.setattr(image_attention, "fits", lambda x, weight: True)
+    monkeypatch.setattr(image_attention, "fits", lambda *_: True)
     monkeypatch.setattr(image_attention, "image_attention", attend)
     monkeypatch.setattr(blocks, "add_norm_over", add_norm)
     monkeypatch.setattr(blocks, "mlp", lambda *inputs, unseen=False: compute(*inputs))

@@ -37,7 +37,7 @@ class Weights(NamedTuple):
         bandwidth, and landmarks are means of windows. None: landmarks by the next three.
     landmark_weight: (d, d, down, across), see :func:`softfree.ops.window_product.window_product`.
     norm_weight, norm_bias: of the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
-    value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`.
+    value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`; None: values are not convolved.
     proj_weight, proj_bias: of the projection of the result.
     """
 
@@ -47,7 +47,7 @@ class Weights(NamedTuple):
     landmark_weight: Tensor | None
     norm_weight: Tensor | None
     norm_bias: Tensor | None
-    value_weight: Tensor
+    value_weight: Tensor | None
     proj_weight: Tensor
     proj_bias: Tensor | None
 
@@ -108,7 +108,7 @@ def image_attention(
         weights = weights._replace(
             qv_weight=weights.qv_weight.to(dtype), proj_weight=weights.proj_weight.to(dtype)
         )
-    head_dim = x.shape[2] // weights.value_weight.shape[0]
+    head_dim = x.shape[2] // _heads(weights, weights.proj_weight.shape[1])
     settings = AttentionSettings(head_dim**-0.5, normalize, inverse)
     places = Places(*grid, *size, *window)
     if unseen:
@@ -117,13 +117,20 @@ def image_attention(
     return FORWARD(x, weights, pooling, places, eps, landmark_norm, settings, keep)[0]
 
 
-def fits(x: Tensor, value_weight: Tensor) -> bool:
+def fits(x: Tensor, heads: int, value_weight: Tensor | None) -> bool:
     """Whether this operator takes the tokens ``x``."""
     return (
         devices.usable(x, dtype=autocast_dtype(x))
-        and x.shape[2] <= value_conv.MAX_CHANNELS * value_weight.shape[0]
-        and value_weight.shape[-1] <= value_conv.MAX_KERNEL
+        and x.shape[2] <= value_conv.MAX_CHANNELS * heads
+        and (value_weight is None or value_weight.shape[-1] <= value_conv.MAX_KERNEL)
     )
+
+
+def _heads(weights: Any, channels: int) -> int:
+    """How many a layer of so many channels has, from its weights."""
+    if weights.log_bandwidth is not None:
+        return weights.log_bandwidth.shape[0]
+    return channels // weights.landmark_weight.shape[0]
 
 
 def _forward(
@@ -191,10 +198,10 @@ def _plan(
     landmark_norm: bool,
     settings: AttentionSettings,
 ) -> Any:
-    windows = weights.landmark_weight
+    windows, filters = weights.landmark_weight, weights.value_weight
     return _remembered_plan()(
-        qv.shape, qv.dtype, qv.device, weights.value_weight.shape,
-        None if windows is None else windows.shape,
+        qv.shape, qv.dtype, qv.device, _heads(weights, qv.shape[2] // 2),
+        None if filters is None else filters.shape, None if windows is None else windows.shape,
         (weights.qv_bias is not None, weights.proj_bias is not None),
         places, None if pooling is None else pooling.shape[0], eps, landmark_norm, settings,
         weights.proj_weight.shape[0],
@@ -202,9 +209,10 @@ def _plan(
 
 
 def _small(weights: Weights) -> list[Tensor]:
-    """The weights that kernels read: filters of the values, and those of the landmarks."""
+    """The weights that kernels read: filters of the values, where there are some, and those of the landmarks."""
+    filters = [] if weights.value_weight is None else [weights.value_weight]
     of_landmarks = weights[2:3] if weights.landmark_weight is None else weights[3:6]
-    return [_of(weight).contiguous() for weight in (weights.value_weight, *of_landmarks)]
+    return [_of(weight).contiguous() for weight in (*filters, *of_landmarks)]
 
 
 def _fake(x, weights, pooling, places, eps, landmark_norm, settings, keep):
@@ -212,7 +220,7 @@ def _fake(x, weights, pooling, places, eps, landmark_norm, settings, keep):
     if not keep:
         return result, *(x.new_empty(0) for _ in Kept._fields)
     qv = x.new_empty(*x.shape[:2], weights.qv_weight.shape[0])
-    q, v = split(qv, weights.value_weight.shape[0])
+    q, v = split(qv, _heads(weights, qv.shape[2] // 2))
     down, across = window_product.window_grid(places.grid, places.window)
     sampled = q.new_empty(*q.shape[:2], down * across, q.shape[3])
     deviations = q.new_empty(0)
@@ -318,6 +326,7 @@ def _gradient(ctx: Any, grad, *_):
     )
     qv_bias = None if weights.qv_bias is None else qv_bias
     proj_bias = None if weights.proj_bias is None else proj_bias
+    value_weight = None if weights.value_weight is None else value_weight
     return x, qv_weight, qv_bias, *sampler, value_weight, proj_weight, proj_bias
 
 
@@ -336,19 +345,22 @@ def _backward_flops(grad, x, weights, pooling, kept, places, eps, landmark_norm,
 def _flops_around(x, weights, pooling, places) -> tuple[int, Any, Any]:
     """Of projections, convolutions and pooling; shapes of queries and landmarks."""
     batch, n, channels = x
-    heads = weights.value_weight[0]
+    width, windows = weights.log_bandwidth, weights.landmark_weight
+    heads = channels // windows[0] if width is None else width[0]
     q = (batch, heads, n, channels // heads)
     down, across = window_product.window_grid(places.grid, places.window)
     landmarks, pooled = down * across, 0
     if pooling is not None:
         landmarks = pooling[0]
         pooled = 2 * batch * channels * landmarks * pooling[1]
-    image = places.height * places.width
-    convolution = 2 * batch * image * channels * weights.value_weight[-1] ** 2
+    convolution = 0
+    if weights.value_weight is not None:
+        image = places.height * places.width
+        convolution = 2 * batch * image * channels * weights.value_weight[-1] ** 2
     projections = 2 * batch * n * channels * (weights.qv_weight[0] + weights.proj_weight[0])
     products = 0
-    if weights.landmark_weight is not None:
-        products = window_product.flops(q, weights.landmark_weight, *places.grid)
+    if windows is not None:
+        products = window_product.flops(q, windows, *places.grid)
     around = projections + products + pooled + convolution
     return around, q, (batch, heads, landmarks, q[3])
 

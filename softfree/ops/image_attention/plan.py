@@ -75,7 +75,8 @@ class Plan:
         size: torch.Size,
         dtype: torch.dtype,
         device: torch.device,
-        filters: torch.Size,
+        heads: int,
+        filters: torch.Size | None,
         windows: torch.Size | None,
         biases: tuple[bool, bool],
         places: Places,
@@ -89,7 +90,7 @@ class Plan:
         self.filters, self.windows, self.biases = filters, windows, biases
         self.pooled, self.eps, self.landmark_norm = pooled is not None, eps, landmark_norm
         self.normed = windows is None  # queries are
-        q, v = split(torch.empty(size, dtype=dtype, device="meta"), filters[0])
+        q, v = split(torch.empty(size, dtype=dtype, device="meta"), heads)
         self.strides = q.stride()
         self.batch, self.heads, self.n, self.d = q.shape
         self.channels = self.heads * self.d
@@ -121,19 +122,21 @@ class Plan:
         self.kept = inverse, u, *([self.deviations] if self.normed else [])
 
     @property
-    def of_landmarks(self) -> list[str]:
-        return ["bandwidth"] if self.normed else ["windows", "norm_weight", "norm_bias"]
+    def weights(self) -> list[str]:
+        """Names of those that kernels read."""
+        of_landmarks = ["bandwidth"] if self.normed else ["windows", "norm_weight", "norm_bias"]
+        return [*["filters"] * (self.filters is not None), *of_landmarks]
 
     @functools.cached_property
     def passing(self) -> Program:
         """The forward pass, of the projection, the result, room, filters, and weights of the landmarks."""
-        return self._forward(["qv", "out", "room", "filters", *self.of_landmarks])
+        return self._forward(["qv", "out", "room", *self.weights])
 
     @functools.cached_property
     def keeping(self) -> Program:
         """The same, then what is kept for the gradient: what is sampled, inverse, U and, of normed queries, deviations."""
         kept = ["sampled", "inverse", "u"] + ["deviations"] * self.normed
-        return self._forward(["qv", "out", "room", "filters", *self.of_landmarks, *kept])
+        return self._forward(["qv", "out", "room", *self.weights, *kept])
 
     def _forward(self, names: list[str]) -> Program:
         program = Program(names)
@@ -181,8 +184,9 @@ class Plan:
         projected from, filters, weights of the landmarks; what was kept; then, to be written, the gradients of filters,
         weights of the landmarks (of the norm in one), and biases that there are.
         """
-        names = ["qv", "grad_qv", "room", "grad", "grad_out", "filters", *self.of_landmarks]
-        names += ["sampled", "inverse", "u"] + ["deviations"] * self.normed + ["grad_filters"]
+        names = ["qv", "grad_qv", "room", "grad", "grad_out", *self.weights]
+        names += ["sampled", "inverse", "u"] + ["deviations"] * self.normed
+        names += ["grad_filters"] * (self.filters is not None)
         names += ["grad_bandwidth"] if self.normed else ["grad_windows", "grad_norm"]
         names += [name for name, there in zip(BIASES, self.biases, strict=True) if there]
         program = Program(names)
@@ -205,16 +209,17 @@ class Plan:
             program.pause(work)
         self._sample_backward(program, sampled, grad_landmarks)
         self._convolve(program, grad_out, grad_values, flip=True)
-        first = self.before_image * self.rows[1] * self.dtype.itemsize
         sizes: tuple[int, ...]
-        run, sizes = value_conv.weight_launch(
-            torch.Size((self.batch, self.n - self.before_image, self.channels)), self.filters,
-            (*self.rows, *self._projection_rows), self.places.height, self.places.width,
-            devices.processors(self.device),
-        )  # fmt: skip
-        parts, image = room.part(sizes), part("grad_out", first)
-        program.add(run, image, part("qv", half + self.before_image * self.token), parts)
-        self._sum(program, parts, sizes, (0, 2, 3), "grad_filters")
+        if self.filters is not None:
+            run, sizes = value_conv.weight_launch(
+                torch.Size((self.batch, self.n - self.before_image, self.channels)), self.filters,
+                (*self.rows, *self._projection_rows), self.places.height, self.places.width,
+                devices.processors(self.device),
+            )  # fmt: skip
+            parts = room.part(sizes)
+            image = part("grad_out", self.before_image * self.rows[1] * self.dtype.itemsize)
+            program.add(run, image, part("qv", half + self.before_image * self.token), parts)
+            self._sum(program, parts, sizes, (0, 2, 3), "grad_filters")
         for bias, of in zip(BIASES, ("grad_qv", "grad"), strict=True):
             if bias in names:
                 columns = 2 * self.channels if of == "grad_qv" else self.outputs
@@ -282,10 +287,20 @@ class Plan:
         return heads * count * d, count * d, d, 1
 
     def _convolve(self, program: Program, source: Part, target: Part, *, flip: bool) -> None:
-        """Add the values' convolution to the share of ``target``, or with ``flip`` its gradient; first tokens pass."""
+        """Add the values' convolution to the share of ``target``, or with ``flip`` its gradient; first tokens pass.
+
+        Without filters there is the share alone.
+        """
         first, itemsize = self.before_image, self.dtype.itemsize
         inner, outer = self._projection_rows, self.rows
         of_source, of_target = (outer, inner) if flip else (inner, outer)
+        if self.filters is None:
+            if self.share != 1:
+                run = sums.token_sum_launch(
+                    self.batch, self.n, self.channels, of_target, None, self.share
+                )
+                program.add(run, target, target)
+            return
         band_size, write_band, run = value_conv.launches(
             torch.Size((self.batch, self.n - first, self.channels)), self.filters,
             (*of_source, *of_target, *of_target), self.places.height, self.places.width, self.share,

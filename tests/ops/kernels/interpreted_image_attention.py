@@ -37,6 +37,9 @@ CASES = [
     (2, 16, 4, 3, (9, 8), 0, True, "average, normed"),
     (2, 16, 2, 3, (9, 8), 1, True, "average:6, normed"),
     (2, 16, 2, 3, (5, 4), 0, True, "average, of a given width"),
+    (2, 16, 2, 0, (4, 6), 1, True, "conv:4"),  # values that are not convolved
+    (2, 16, 2, 0, (5, 6), 0, True, "average"),
+    (2, 16, 1, 0, (5, 4), 1, True, "average:6"),
     (1, 16, 1, 3, (11, 12), 1, True, "average"),  # more landmarks than one program takes
 ]
 
@@ -80,7 +83,7 @@ def errors(case: tuple) -> dict[str, float]:
     layer.half()
     x = torch.randn(2, prefix + size[0] * size[1], heads * d).half()
     grad = torch.randn(*x.shape[:2], layer.proj.out_features).half()
-    image_attention.fits = lambda x, weight: x.dtype == torch.float16
+    image_attention.fits = lambda x, *_: x.dtype == torch.float16
     found = gradients(layer, x.requires_grad_(), size, grad)
     with torch.no_grad():
         assert torch.equal(layer(x, size), found["out"])

@@ -33,6 +33,9 @@ CASES = {
     "own, stage 4, pooled": (2, 16, 32, 1, 3, (25, 42), 1, "average:49"),
     "own, odd": (3, 3, 20, 3, 5, (29, 31), 2, "average"),
     "own, wide": (2, 2, 64, 4, 3, (27, 30), 0, "average"),
+    "stage 2, no convolution": (8, 4, 32, 4, 0, (28, 28), 0),
+    "own, stage 1, no convolution": (8, 2, 32, 8, 0, (56, 56), 0, "average:49"),
+    "own, stage 4, pooled, no convolution": (2, 16, 32, 1, 0, (25, 42), 1, "average:49"),
     "own, normed landmarks": (8, 2, 32, 8, 9, (56, 56), 0, "average:36"),
 }
 
