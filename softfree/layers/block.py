@@ -17,6 +17,7 @@ from softfree.layers.plain import (
     is_plain,
     weight_and_bias,
 )
+from softfree.ops.conv_mlp import conv_mlp, over_grid
 from softfree.ops.mlp import mlp
 from softfree.ops.norm import add_norm, add_norm_over
 from softfree.ops.shared import devices
@@ -30,7 +31,11 @@ class TanhMlp(Mlp):
         weights = self.weights()
         return super().forward(x) if weights is None else mlp(x, *weights)
 
-    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def at_once(self, x: Tensor, size: Any, weights: Any) -> Tensor:
+        """The result with :meth:`weights`, of a call that nobody sees (:func:`unseen`)."""
+        return mlp(x, *weights, unseen=True)
+
+    def weights(self) -> tuple[Tensor, ...] | None:
         """Weight and bias of both layers, if it is :func:`softfree.ops.mlp.mlp` of them."""
         parts: Any = self._modules  # as attributes they would be looked for in three places each
         fc1, act, fc2 = parts["fc1"], parts["act"], parts["fc2"]
@@ -55,6 +60,57 @@ class TanhMlp(Mlp):
         return None
 
 
+class ConvMlp(TanhMlp):
+    """An MLP whose hidden tokens see their neighbours: a depthwise convolution over the grid before GELU.
+
+    Args:
+        in_features, hidden_features: channels of the tokens and of the hidden ones.
+        kernel: side of the convolution, odd.
+        dims: of the grid: 1 for a sequence, 2 for an image, 3 for a volume.
+        act_layer, drop: as in timm's MLP.
+
+    Example:
+        >>> import torch
+        >>> ConvMlp(8, 32, act_layer=nn.GELU)(torch.randn(2, 12, 8), (4, 3)).shape
+        torch.Size([2, 12, 8])
+    """
+
+    def __init__(
+        self, in_features: int, hidden_features: int, kernel: int = 3, dims: int = 2, **options: Any
+    ):
+        if kernel < 1 or kernel % 2 == 0:
+            raise ValueError(f"mlp_conv must be 0 or odd, got {kernel}")
+        super().__init__(in_features, hidden_features, **options)
+        layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.conv = layer(
+            hidden_features, hidden_features, kernel, padding=kernel // 2, groups=hidden_features
+        )
+
+    def forward(self, x: Tensor, size: AnySize = None, mask: Tensor | None = None) -> Tensor:
+        """(batch, tokens, channels) to the same shape; ``size`` as the attention's, masked tokens count as 0."""
+        weights: Any = self.weights() if mask is None else None
+        if weights is not None:
+            grid: Any = size
+            return conv_mlp(x, *weights, size=grid)
+        hidden = self.fc1(x)
+        if mask is not None:
+            hidden = torch.where(mask[..., None], hidden, 0)
+        hidden = over_grid(hidden, (x.shape[1],) if size is None else size, self.conv)
+        hidden = self.norm(self.drop1(self.act(hidden)))
+        return self.drop2(self.fc2(hidden))
+
+    def at_once(self, x: Tensor, size: Any, weights: Any) -> Tensor:
+        return conv_mlp(x, *weights, size=size, unseen=True)
+
+    def weights(self) -> tuple[Tensor, ...] | None:
+        """Weight and bias of all three layers, if it is :func:`softfree.ops.conv_mlp.conv_mlp` of them."""
+        layers, conv = super().weights(), self._modules["conv"]
+        if layers is None or conv is None or not is_plain(conv, nn.Conv2d):
+            return None
+        filters, bias = weight_and_bias(conv)
+        return None if bias is None else (*layers[:2], filters, bias, *layers[2:])
+
+
 class Block(nn.Module):
     """Any attention of :mod:`softfree.layers.attention` with an MLP.
 
@@ -65,6 +121,8 @@ class Block(nn.Module):
         dim: channels.
         attention: called as ``attention(x, size, mask)``, with the context after them where there is one.
         mlp_dim: hidden channels of the MLP; None: four times ``dim``.
+        mlp_conv: side of a depthwise convolution of the MLP's hidden tokens; 0: none.
+        dims: of the tokens' grid, for ``mlp_conv``: 1 for a sequence, 2 for an image, 3 for a volume.
         drop_path: probability that a sample skips a branch in training (stochastic depth).
         attn_drop: dropout of what the attention adds.
         proj_drop: dropout in the MLP.
@@ -79,6 +137,8 @@ class Block(nn.Module):
         attention: nn.Module,
         *,
         mlp_dim: int | None = None,
+        mlp_conv: int = 0,
+        dims: int = 2,
         drop_path: float = 0.0,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
@@ -91,7 +151,9 @@ class Block(nn.Module):
         self.pre_norm = pre_norm
         self.attn = attention
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        mlp_layer = Mlp if exact_gelu else TanhMlp
+        mlp_layer: Any = Mlp if exact_gelu else TanhMlp
+        if mlp_conv:
+            mlp_layer = partial(ConvMlp, kernel=mlp_conv, dims=dims)
         self.mlp = mlp_layer(dim, mlp_dim or 4 * dim, act_layer=act_layer, drop=proj_drop)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn_drop = nn.Dropout(attn_drop) if attn_drop > 0 else nn.Identity()
@@ -121,7 +183,9 @@ class Block(nn.Module):
         branch = branch if drop is None else drop(branch)
         branch = branch if path is None else path(branch)
         x = x + branch if self.pre_norm else _add_and_norm(x, branch, norm1)
-        branch = mlp_part(norm2(x) if self.pre_norm else x)
+        # An MLP that knows no grid is called without one.
+        grid = (size, mask) if isinstance(mlp_part, ConvMlp) else ()
+        branch = mlp_part(norm2(x) if self.pre_norm else x, *grid)
         branch = branch if path is None else path(branch)
         return x + branch if self.pre_norm else _add_and_norm(x, branch, norm2)
 
@@ -141,7 +205,7 @@ def _evaluate(
     if are_all_hooked() or not are_plain(
         (attn, SoftAttention),
         (norm1, nn.LayerNorm),
-        (mlp_part, TanhMlp),
+        (mlp_part, ConvMlp if type(mlp_part) is ConvMlp else TanhMlp),
         (norm2, nn.LayerNorm),
         (drop, idle_kind(drop)),
         (path, idle_kind(path)),
@@ -155,7 +219,7 @@ def _evaluate(
     if not unseen((x, *operands.weights, operands.pooling, *first, *of_mlp, *second)):
         return None
     x = add_norm_over(x, attn.attend_at_once(x, operands, unseen=True), *first, norm1.eps)
-    return add_norm_over(x, mlp(x, *of_mlp, unseen=True), *second, norm2.eps)
+    return add_norm_over(x, mlp_part.at_once(x, size, of_mlp), *second, norm2.eps)
 
 
 def _add_and_norm(x: Tensor, branch: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -165,7 +229,9 @@ def _add_and_norm(x: Tensor, branch: Tensor, norm: nn.LayerNorm) -> Tensor:
     return norm(x + branch).to(x.dtype)
 
 
-BLOCK_OPTIONS = {"drop_path", "attn_drop", "proj_drop", "pre_norm", "norm_eps", "exact_gelu"}
+BLOCK_OPTIONS = {
+    "mlp_conv", "drop_path", "attn_drop", "proj_drop", "pre_norm", "norm_eps", "exact_gelu",
+}  # fmt: skip
 
 
 class SoftBlock(Block):
@@ -185,5 +251,6 @@ class SoftBlock(Block):
 
     def __init__(self, dim: int, num_heads: int = 8, *, mlp_ratio: float = 4.0, **options: Any):
         own = {name: options.pop(name) for name in BLOCK_OPTIONS & options.keys()}
+        dims = 1 if options.get("sequence") else 3 if options.get("volume") else 2
         attention = SoftAttention(dim, num_heads, **options)
-        super().__init__(dim, attention, mlp_dim=int(dim * mlp_ratio), **own)
+        super().__init__(dim, attention, mlp_dim=int(dim * mlp_ratio), dims=dims, **own)

@@ -31,6 +31,7 @@ class SoftVisionTransformer(Backbone):
         attention, mlp_ratio, attention_options: as in :class:`softfree.models.SoftPyramid`.
         landmarks: as in :class:`softfree.models.SoftPyramid`.
         stride, value_conv: as in :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at 224².
+        mlp_conv: side of the depthwise convolution of the MLPs' hidden tokens; 0: none.
         drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
     """
 
@@ -50,6 +51,7 @@ class SoftVisionTransformer(Backbone):
         landmarks: Landmarks | None = None,
         stride: int = 2,
         value_conv: int = 3,
+        mlp_conv: int = 0,
         mlp_ratio: float | None = None,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
@@ -77,6 +79,7 @@ class SoftVisionTransformer(Backbone):
                 embed_dim,
                 create_attention(attention, embed_dim, num_heads, **options),
                 mlp_dim=int(embed_dim * mlp_ratio),
+                mlp_conv=mlp_conv,
                 drop_path=rate,
                 proj_drop=proj_drop_rate,
             )

@@ -77,6 +77,7 @@ class SoftPyramid(Backbone):
             ``"average:128"`` for softfree, ``"conv"`` for SOFT and SOFT++.
         strides: side of a landmark's window per stage.
         value_convs: side of the depthwise convolution of V per stage.
+        mlp_convs: side of the depthwise convolution of the MLPs' hidden tokens per stage; 0: none.
         overlap: 3x3 convolutions in stem and downsampling (Table 11b); False: windows side by side.
         class_token: one token more in stage 4, which ``global_pool="token"`` reads.
         softmax_last_stage: stage 4 of pre-norm softmax blocks, as in the authors' released models.
@@ -103,6 +104,7 @@ class SoftPyramid(Backbone):
         landmarks: Landmarks | None = None,
         strides: Sequence[int] = (8, 4, 2, 1),
         value_convs: Sequence[int] = (9, 5, 3, 3),
+        mlp_convs: Sequence[int] = (0, 0, 0, 0),
         overlap: bool = True,
         class_token: bool = True,
         softmax_last_stage: bool = False,
@@ -117,7 +119,7 @@ class SoftPyramid(Backbone):
         check_options(attention, attention_options, type(self))
         per_stage = dict(
             embed_dims=embed_dims, num_heads=num_heads, depths=depths, strides=strides,
-            value_convs=value_convs,
+            value_convs=value_convs, mlp_convs=mlp_convs,
         )  # fmt: skip
         for name, values in per_stage.items():
             if len(values) != STAGES:
@@ -152,6 +154,7 @@ class SoftPyramid(Backbone):
                     if softmax
                     else create_attention(attention, dim, heads, **options),
                     mlp_dim=int(dim * ratio),
+                    mlp_conv=mlp_convs[i],
                     drop_path=drop_path,
                     proj_drop=proj_drop_rate,
                     pre_norm=softmax or pre_norm,

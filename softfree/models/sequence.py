@@ -43,6 +43,7 @@ class SequenceClassifier(nn.Module):
         num_classes: classes.
         attention: any name of :func:`softfree.layers.create_attention`.
         dim, depth, num_heads, mlp_dim: of the blocks.
+        mlp_conv: length of a depthwise convolution of the MLPs' hidden tokens; 0: none.
         dropout: after the embedding, the attention, and twice in the MLP.
         pooling: ``"mean"`` of the real tokens, ``"cls"``: a class token before them, or ``"none"``: classes of
             each token.
@@ -70,6 +71,7 @@ class SequenceClassifier(nn.Module):
         depth: int = 2,
         num_heads: int = 2,
         mlp_dim: int = 128,
+        mlp_conv: int = 0,
         dropout: float = 0.1,
         pooling: Pooling = "mean",
         pair: bool = False,
@@ -103,6 +105,8 @@ class SequenceClassifier(nn.Module):
                 dim,
                 create_attention(attention, dim, num_heads, sequence=True, **options),
                 mlp_dim=mlp_dim,
+                mlp_conv=mlp_conv,
+                dims=1,
                 attn_drop=dropout,
                 proj_drop=dropout,
                 pre_norm=True,

@@ -81,6 +81,8 @@ class SequenceModelSettings:
     """heads"""
     mlp_dim: int = 128
     """hidden channels of the MLPs"""
+    mlp_conv: int = 0
+    """length of a depthwise convolution of the MLPs' hidden tokens, odd; 0: none"""
     dropout: float = 0.1
     """dropout after embedding and attention and in the MLPs"""
 
@@ -253,6 +255,8 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
             f"`pooling` must be {labels}, with `task` {task.name}; got {settings.pooling}"
         )
     check_at_least(1, depth=settings.depth, num_heads=settings.num_heads, mlp_dim=settings.mlp_dim)
+    if settings.mlp_conv < 0 or (settings.mlp_conv and settings.mlp_conv % 2 == 0):
+        raise ValueError(f"`mlp_conv` must be 0 or odd, got {settings.mlp_conv}")
     if settings.dim < 1 or settings.dim % settings.num_heads:
         raise ValueError(
             f"`dim` must be a multiple of `num_heads` {settings.num_heads}, got {settings.dim}"

@@ -157,6 +157,70 @@ def test_hooks_before_the_backward_pass_of_the_mlp_are_called():
     assert seen == [b.mlp.fc1]
 
 
+def conv_block(**options) -> softfree.SoftBlock:
+    b = block(mlp_conv=3, **options)
+    torch.nn.init.normal_(b.mlp.conv.bias)
+    return b
+
+
+def convolved(x: torch.Tensor, module: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:
+    image = module.fc1(x).unflatten(1, size).movedim(-1, 1)
+    hidden = F.gelu(module.conv(image), approximate="tanh").movedim(1, -1).flatten(1, -2)
+    return module.fc2(hidden)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize(
+    "size, options",
+    [
+        ((7, 5), {}),
+        ((35,), dict(sequence=True, landmarks="average")),
+        ((7, 5, 1), dict(volume=True, landmarks="average")),
+    ],
+    ids=["image", "sequence", "volume"],
+)
+def test_the_mlps_hidden_tokens_are_convolved(size, options, pre_norm):
+    b, x = conv_block(pre_norm=pre_norm, **options), torch.randn(2, 35, 12, dtype=torch.float64)
+    given = None if len(size) == 1 else size
+    if pre_norm:
+        y = x + b.attn(b.norm1(x), given)
+        expected = y + convolved(b.norm2(y), b.mlp, size)
+    else:
+        y = b.norm1(x + b.attn(x, given))
+        expected = b.norm2(y + convolved(y, b.mlp, size))
+    torch.testing.assert_close(b(x, given), expected)
+
+
+def test_masked_tokens_do_not_reach_their_neighbours_in_the_mlp():
+    b = conv_block(landmarks="average", sequence=True)
+    x = torch.randn(2, 20, 12, dtype=torch.float64)
+    mask = torch.arange(20).expand(2, 20) < 14
+    torch.testing.assert_close(b(x, None, mask)[:, :14], b(x[:, :14]))
+
+
+@pytest.mark.parametrize("side", [-1, 2])
+def test_a_convolution_of_an_even_side_is_refused(side):
+    with pytest.raises(ValueError, match=f"mlp_conv must be 0 or odd, got {side}"):
+        block(mlp_conv=side)
+
+
+@pytest.mark.parametrize("name", ["fc1", "conv", "act", "drop1", "norm", "fc2", "drop2"])
+def test_hooks_inside_an_mlp_with_a_convolution_are_called(name):
+    b, x = conv_block(), torch.randn(2, 35, 12, dtype=torch.float64)
+    expected, seen = b.mlp(x, SIZE), []
+    getattr(b.mlp, name).register_forward_hook(lambda *_: seen.append(name))
+    torch.testing.assert_close(b.mlp(x, SIZE), expected)
+    assert seen == [name]
+
+
+def test_a_convolution_without_a_bias_or_with_exact_gelu_may_be_in_the_mlp():
+    b, x = conv_block(exact_gelu=True), torch.randn(2, 35, 12, dtype=torch.float64)
+    b.mlp.conv.bias = None
+    image = b.mlp.fc1(x).unflatten(1, SIZE).movedim(-1, 1)
+    hidden = F.gelu(b.mlp.conv(image)).movedim(1, -1).flatten(1, -2)
+    torch.testing.assert_close(b.mlp(x, SIZE), b.mlp.fc2(hidden))
+
+
 def test_attn_drop_acts_on_the_attention_alone_and_in_training_alone():
     b = Block(12, SoftmaxAttention(12, 3), attn_drop=1 - 1e-12, pre_norm=True).double()
     x = torch.randn(2, 35, 12, dtype=torch.float64)
@@ -197,7 +261,7 @@ def test_hooks_of_what_does_nothing_are_called(name, times, pre_norm):
 @pytest.fixture
 def at_once(monkeypatch) -> list[bool]:
     """Blocks as on a GPU, with stand-ins for its kernels; for each call of the attention, whether it is unseen."""
-    calls, compute = [], blocks.mlp
+    calls, compute, with_conv = [], blocks.mlp, blocks.conv_mlp
 
     def attend(x, *operands, unseen, **settings):
         calls.append(unseen)
@@ -207,6 +271,9 @@ def at_once(monkeypatch) -> list[bool]:
     monkeypatch.setattr(image_attention, "image_attention", attend)
     monkeypatch.setattr(blocks, "add_norm_over", add_norm)
     monkeypatch.setattr(blocks, "mlp", lambda *inputs, unseen=False: compute(*inputs))
+    monkeypatch.setattr(
+        blocks, "conv_mlp", lambda *inputs, size, unseen=False: with_conv(*inputs, size=size)
+    )
     return calls
 
 
@@ -217,14 +284,17 @@ def half_block(**options) -> tuple[softfree.SoftBlock, torch.Tensor]:
     return block(**options).bfloat16().eval(), torch.randn(2, 35, 12, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("options", [{}, dict(drop_path=0.5, attn_drop=0.5, proj_drop=0.5)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(drop_path=0.5, attn_drop=0.5, proj_drop=0.5), dict(mlp_conv=3, value_conv=0)],
+)
 def test_a_block_without_a_gradient_asks_its_questions_once(at_once, options):
     b, x = half_block(**options)
     before = x.clone()
     with torch.no_grad():
         found = b(x, SIZE)
         middle = b.norm1(x + x / 2)
-        expected = b.norm2(middle + b.mlp(middle))
+        expected = b.norm2(middle + b.mlp(middle, *[SIZE] * ("mlp_conv" in options)))
     assert at_once == [True] and torch.equal(x, before)
     torch.testing.assert_close(found, expected)
     with torch.inference_mode():
@@ -235,13 +305,13 @@ def test_a_block_without_a_gradient_asks_its_questions_once(at_once, options):
 PARTS = [
     "attn", "attn.qv", "attn.proj", "attn.sampler", "attn.sampler.norm", "attn.value_conv",
     "norm1", "mlp", "mlp.fc1", "mlp.act", "mlp.drop1", "mlp.norm", "mlp.fc2", "mlp.drop2", "norm2",
-    "attn_drop", "drop_path",
+    "attn_drop", "drop_path", "mlp.conv",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_hook_on_any_part_is_called_and_ends_that(at_once, name):
-    b, x = half_block()
+    b, x = half_block(mlp_conv=3 * (name == "mlp.conv"))
     seen = []
     b.get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
     with torch.no_grad():

@@ -83,14 +83,16 @@ def test_the_batch_of_a_preset_is_shared_out_among_processes(monkeypatch):
     assert parse(["--task", "image", "--batch-size", "100"]).optim.batch_size == 100
 
 
-@pytest.mark.parametrize("attention", ["softpp", "softmax"])
+@pytest.mark.parametrize(
+    "attention, more", [("softpp", []), ("softmax", []), ("softfree", ["--mlp-conv", "3"])]
+)
 def test_a_model_learns_and_its_checkpoint_gives_the_test_accuracy_again(
-    reviews, tmp_path, attention
+    reviews, tmp_path, attention, more
 ):
     settings = parse(
         arguments(
             reviews, tmp_path / "out", "--attention", attention, "--steps", "60", "--lr", "1e-2",
-            "--batch-size", "16", "--eval-every", "20",
+            "--batch-size", "16", "--eval-every", "20", *more,
         )
     )  # fmt: skip
     outcome = LongRange.run(settings)
@@ -232,6 +234,7 @@ def test_tokens_without_a_label_count_neither_in_the_loss_nor_as_hits():
         (["--depth", "0"], "--depth must be at least 1, got 0"),
         (["--dim", "65"], "--dim must be a multiple of --num-heads 2, got 65"),
         (["--dropout", "1.5"], "--dropout must lie in [0, 1), got 1.5"),
+        (["--mlp-conv", "4"], "--mlp-conv must be 0 or odd, got 4"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(options, message, capsys, tmp_path):

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from softfree.ops.shared.kernels import gelu_and_slope
+
 
 @triton.jit
 def mlp_backward_kernel(
@@ -11,8 +13,6 @@ def mlp_backward_kernel(
     """Grid (stretches, tiles of columns). Writes dh of its stretch of rows, and their sum, (COLUMNS,).
 
     p_g: the gradient of GELU's result, which gives place to that result.
-
-    GELU's tanh form is ``h s(h)``, ``s(h) = sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3))``.
     """
     stretch = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -23,11 +23,8 @@ def mlp_backward_kernel(
         exists = (row < rows)[:, None] & (column < columns)[None, :]
         b_g = tl.load(p_g + places, mask=exists, other=0.0).to(tl.float32)
         b_h = tl.load(p_h + places, mask=exists, other=0.0).to(tl.float32)
-        square = b_h * b_h
-        b_s = tl.sigmoid(1.5957691216057308 * b_h * (1 + 0.044715 * square))
-        slope = 1.5957691216057308 * (1 + 3 * 0.044715 * square)
-        b_act = b_h * b_s
-        b_dh = b_g * (b_s + b_act * (1 - b_s) * slope)
+        b_act, b_slope = gelu_and_slope(b_h)
+        b_dh = b_g * b_slope
         tl.store(p_dh + places, b_dh.to(p_dh.dtype.element_ty), mask=exists)
         tl.store(p_g + places, b_act.to(p_g.dtype.element_ty), mask=exists)
         b_sum += b_dh

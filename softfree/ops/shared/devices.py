@@ -109,6 +109,12 @@ def as_for_ampere() -> dict[str, str]:
     return {} if interpreted() else {"arch": "sm80"}
 
 
+@remembered
+def knows_ptx() -> bool:
+    """Whether kernels may hold instructions of NVIDIA's assembler: neither in the interpreter nor on AMD's GPUs."""
+    return not interpreted() and torch.version.hip is None
+
+
 def is_current(device: torch.device) -> bool:
     """Whether launches go to this GPU; what is no GPU has no other."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()

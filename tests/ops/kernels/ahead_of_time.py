@@ -5,7 +5,7 @@ Run as a program, so that neither the interpreter's setting nor a GPU of the tes
     python tests/ops/kernels/ahead_of_time.py '{"dtype": "bfloat16", "n": 3136, "m": 49, "d": 32}' [MORE ...]
 
 or {"stride": 8, "d": 32} for the window product, {"kernel": 9, "side": 56, "d": 32} for the value convolution,
-{"hidden": 384} for the MLP's GELU, {"norm": 32} for the norms and the sums of columns, {"query_norm": 8, "d": 32}
+{"hidden": 384} for the MLP's GELU, {"conv_mlp": 384, "side": 56} for that with a convolution, {"norm": 32} for the norms and the sums of columns, {"query_norm": 8, "d": 32}
 for the norm of queries with means of windows of that side, {"conv_norm": 32} for what follows a convolution.
 It prints one JSON line per kernel: number of the argument, name, shared memory in bytes, registers per
 thread, bytes spilled.
@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from softfree.ops.attention.kernels import launch
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
+from softfree.ops.conv_mlp import operator as conv_mlp
 from softfree.ops.conv_norm import operator as conv_norm
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.norm import operator as norm
@@ -138,6 +139,14 @@ def compile_call(architecture: int = 90, **settings) -> None:
     if "hidden" in settings:
         hidden = torch.zeros(64, settings["hidden"], dtype=dtype)
         mlp._gelu_backward(hidden.clone(), hidden)
+        return
+    if "conv_mlp" in settings:
+        channels, side = settings["conv_mlp"], settings["side"]
+        hidden = torch.zeros(2 * side * side, channels, dtype=dtype)
+        of_convolution = torch.zeros(channels, 1, 3, 3), torch.zeros(channels)
+        conv_mlp._conv_gelu(hidden, *of_convolution, 2, side, side)
+        conv_mlp._conv_gelu_backward(hidden.clone(), hidden, *of_convolution, 2, side, side)
+        conv_mlp._conv_backward(hidden, hidden, of_convolution[0], 2, side, side)
         return
     if "query_norm" in settings:
         stride, d = settings["query_norm"], settings["d"]

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import softfree
 from softfree.ops import image_attention
+from softfree.ops.conv_mlp import operator as conv_mlp
 from softfree.ops.conv_norm import operator as conv_norm
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.norm import operator as norm
@@ -261,6 +262,7 @@ def layer():
     return lambda x: made(x, (12, 8)), (2, 96, 32)
 
 
+OF_CONV_MLP = (7, 4), (7,), (7, 1, 3, 3), (7,), (4, 7), (4,)
 # Those for half precision on a GPU have nothing to compute with here, and are asked with shapes alone.
 BY_SHAPE = {
     "attention": lambda: (lambda q: attend(q, q, q[:, :, :2]), (2, 1, 12, 4)),
@@ -269,6 +271,12 @@ BY_SHAPE = {
     ),
     "mlp_in_parts": lambda: (
         lambda x: mlp._parts(x, *empty((7, 4), (7,), (4, 7), (4,))), (10, 4)
+    ),
+    "conv_mlp": lambda: (
+        lambda x: conv_mlp.FORWARD(x, *empty(*OF_CONV_MLP), 4, 3)[0], (2, 12, 4)
+    ),
+    "conv_mlp_in_parts": lambda: (
+        lambda x: conv_mlp.IN_PARTS(x, *empty(*OF_CONV_MLP), 4, 3), (2, 12, 4)
     ),
     "landmark_norm": lambda: (
         lambda x: norm.LANDMARK_FORWARD(x, *empty((8,), (8,)), 0.5, 1e-5), (5, 8)

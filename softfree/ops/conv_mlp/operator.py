@@ -1,0 +1,354 @@
+"""Two linear layers with a depthwise 3 x 3 convolution over the image and GELU between them, on a GPU in half precision.
+
+As in :mod:`softfree.ops.mlp`, ``softfree::conv_mlp`` keeps of the hidden layer, the widest tensor of a block, what the first
+linear layer gave, and nothing after it: the backward pass convolves again, and takes the gradients of the filters, of all
+biases and GELU's result in passes that it has to make anyway. Convolution and GELU are one pass over the memory each way, the
+gradient of the hidden layer another.
+
+Without a gradient (``softfree::conv_mlp_in_parts``) the hidden layer of many images is made a part at a time.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softfree.ops.mlp.operator import PART_BYTES
+from softfree.ops.shared import devices
+from softfree.ops.shared.precision import autocast, autocast_dtype
+from softfree.ops.shared.registration import register
+from softfree.ops.shared.shapes import power_of_two, tiles_of
+from softfree.ops.shared.sums import column_sums, sum_of_parts
+
+SIDE = 3  # of the filters that the kernels know
+ROWS = 28  # of a strip; of few pictures a quarter, so that all processors have some
+
+
+def conv_mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    filters: Tensor,
+    bias: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    *,
+    size: tuple[int, int],
+    unseen: bool = False,
+) -> Tensor:
+    """``gelu(conv(x weight1^T + bias1) + bias) weight2^T + bias2``, in GELU's tanh form.
+
+    ``conv(h)[y, x, c] = sum filters[c, 0, dy, dx] h[y + dy, x + dx, c]``, zeros outside.
+
+    Args:
+        x: (batch, prefix + H * W, channels); the convolution passes prefix tokens by.
+        weight1, bias1: (hidden, channels), (hidden,).
+        filters, bias: (hidden, 1, k, k) with k odd, (hidden,).
+        weight2, bias2: (out, hidden), (out,).
+        size: (H, W).
+        unseen: as in :func:`softfree.ops.mlp.mlp`.
+
+    Returns:
+        (batch, prefix + H * W, out)
+
+    Example:
+        >>> import torch
+        >>> first, second = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+        >>> conv = torch.nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        >>> weights = [p for layer in (first, conv, second) for p in (layer.weight, layer.bias)]
+        >>> conv_mlp(torch.randn(2, 20, 8), *weights, size=(4, 5)).shape
+        torch.Size([2, 20, 8])
+    """
+    parameters = weight1, bias1, filters, bias, weight2, bias2
+    trained = False
+    if not unseen:
+        learning = torch.is_grad_enabled()
+        trained = learning and all(p.requires_grad for p in parameters)
+        wanted = learning and any(t.requires_grad for t in (x, *parameters))
+        # Of frozen weights the operator would compute gradients for nothing.
+        if wanted != trained or not devices.usable(x, dtype=autocast_dtype(x)):
+            return _by_library(x, *parameters, size)
+    if filters.shape[-1] != SIDE or x.shape[1] != size[0] * size[1]:
+        return _by_library(x, *parameters, size)
+    if not unseen:
+        x, weight1, weight2 = autocast(x, weight1, weight2)
+    if trained:
+        return FORWARD(x, weight1, bias1, filters, bias, weight2, bias2, *size)[0]
+    compute = _in_parts if unseen else IN_PARTS
+    return compute(x, weight1, bias1.to(x.dtype), filters, bias, weight2, bias2.to(x.dtype), *size)
+
+
+def _by_library(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    filters: Tensor,
+    bias: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    size: tuple[int, int],
+) -> Tensor:
+    def convolve(image: Tensor) -> Tensor:
+        side, hidden = filters.shape[-1], filters.shape[0]
+        return F.conv2d(image, filters, bias, padding=side // 2, groups=hidden)
+
+    hidden = over_grid(F.linear(x, weight1, bias1), size, convolve)
+    return F.linear(F.gelu(hidden, approximate="tanh"), weight2, bias2)
+
+
+def over_grid(x: Tensor, size: tuple[int, ...], convolve: Callable[[Tensor], Tensor]) -> Tensor:
+    """Tokens with those of a sequence, an image or a volume convolved, and those before them as they are.
+
+    Args:
+        x: (batch, prefix + tokens, channels).
+        size: (tokens,), (H, W) or (T, H, W).
+        convolve: (batch, channels, *size) to the same shape.
+
+    Returns:
+        (batch, prefix + tokens, channels)
+
+    Example:
+        >>> import torch
+        >>> over_grid(torch.ones(2, 1 + 12, 8), (4, 3), torch.neg)[0, :3, 0]
+        tensor([ 1., -1., -1.])
+    """
+    prefix = x.shape[1] - math.prod(size)
+    image = (x[:, prefix:] if prefix else x).unflatten(1, size).movedim(-1, 1)
+    out = convolve(image).movedim(1, -1).flatten(1, -2)
+    return torch.cat([x[:, :prefix], out], 1) if prefix else out
+
+
+def _in_parts(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    filters: Tensor,
+    bias: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    height: int,
+    width: int,
+) -> Tensor:
+    """:func:`conv_mlp` without a gradient, some images after the others."""
+    batch, tokens, channels = x.shape
+    hidden_bytes = (
+        2 * batch * tokens * weight1.shape[0] * x.itemsize
+    )  # before and after the convolution
+    step = tiles_of(batch, max(1, tiles_of(hidden_bytes, PART_BYTES)))
+    out = x.new_empty((batch, tokens, weight2.shape[0]))
+    for images, found in zip(x.split(step or 1), out.split(step or 1), strict=True):
+        hidden = torch.addmm(bias1, images.reshape(-1, channels), weight1.T)
+        hidden = _conv_gelu(hidden, filters, bias, len(images), height, width)
+        torch.addmm(bias2, hidden, weight2.T, out=found.view(-1, found.shape[2]))
+        del hidden  # its memory is the next part's
+    return out
+
+
+def _fake_in_parts(x, weight1, bias1, filters, bias, weight2, bias2, height, width):
+    return x.new_empty(x.shape[0], x.shape[1], weight2.shape[0])
+
+
+def _forward(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    filters: Tensor,
+    bias: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    height: int,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """The result and the hidden layer before the convolution. Filters and biases may be of another dtype."""
+    hidden = F.linear(x, weight1, bias1.to(x.dtype))
+    activation = _conv_gelu(hidden, filters, bias, x.shape[0], height, width)
+    return F.linear(activation, weight2, bias2.to(x.dtype)), hidden
+
+
+def _fake(x, weight1, bias1, filters, bias, weight2, bias2, height, width):
+    batch, tokens, _ = x.shape
+    return (
+        x.new_empty(batch, tokens, weight2.shape[0]),
+        x.new_empty(batch, tokens, weight1.shape[0]),
+    )
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    weight1: Tensor,
+    filters: Tensor,
+    bias: Tensor,
+    weight2: Tensor,
+    height: int,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of :func:`conv_mlp`'s arguments, in their order; those of filters and biases in float32."""
+    rows, grad_rows = x.reshape(-1, x.shape[2]), grad.reshape(-1, grad.shape[2])
+    sizes = x.shape[0], height, width
+    hidden = hidden.contiguous()
+    activation = grad_rows @ weight2  # first its gradient
+    grad_conv, grad_bias = _conv_gelu_backward(activation, hidden, filters, bias, *sizes)
+    grad_weight2 = grad_rows.T @ activation
+    del activation  # its memory is free for the gradients that follow
+    grad_hidden, grad_filters, grad_bias1 = _conv_backward(grad_conv, hidden, filters, *sizes)
+    del grad_conv
+    return (
+        (grad_hidden @ weight1).view(x.shape),
+        grad_hidden.T @ rows,
+        grad_bias1,
+        grad_filters,
+        grad_bias,
+        grad_weight2,
+        column_sums(grad_rows),
+    )
+
+
+def _fake_backward(grad, x, hidden, weight1, filters, bias, weight2, height, width):
+    def empty(like, dtype=None):
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+    single = torch.float32
+    return (
+        empty(x),
+        empty(weight1),
+        x.new_empty(weight1.shape[0], dtype=single),
+        empty(filters, single),
+        empty(bias, single),
+        empty(weight2),
+        x.new_empty(weight2.shape[0], dtype=single),
+    )
+
+
+def _conv_gelu(
+    hidden: Tensor, filters: Tensor, bias: Tensor, images: int, height: int, width: int
+) -> Tensor:
+    """GELU of the convolution, of contiguous tokens."""
+    activation = torch.empty_like(hidden)
+    if hidden.numel() > 0:
+        sizes = images, height, width, hidden.shape[-1]
+        run = _forward_launch(*sizes, devices.processors(hidden.device))
+        run(hidden, filters.contiguous(), bias.contiguous(), activation)
+    return activation
+
+
+def _conv_gelu_backward(
+    grad: Tensor, hidden: Tensor, filters: Tensor, bias: Tensor,
+    images: int, height: int, width: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of the convolution's result and of its bias; GELU's result goes into ``grad``."""
+    channels = hidden.shape[-1]
+    stretches, run, _ = _backward_launches(
+        images, height, width, channels, devices.processors(hidden.device)
+    )
+    grad_conv = torch.empty_like(grad)
+    parts = hidden.new_empty((stretches, channels), dtype=torch.float32)
+    run(grad, hidden, filters.contiguous(), bias.contiguous(), grad_conv, parts)
+    return grad_conv, sum_of_parts(parts, (1,), torch.float32)
+
+
+def _conv_backward(
+    grad: Tensor, hidden: Tensor, filters: Tensor, images: int, height: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of what was convolved and of the filters, and the sum of the former over the tokens."""
+    channels = grad.shape[-1]
+    stretches, _, run = _backward_launches(
+        images, height, width, channels, devices.processors(grad.device)
+    )
+    found = torch.empty_like(grad)
+    parts = grad.new_empty((stretches, SIDE * SIDE + 1, channels), dtype=torch.float32)
+    run(grad, hidden, filters.contiguous(), found, parts)
+    *turned, total = sum_of_parts(parts, (1, 2), torch.float32).unbind()
+    return found, torch.stack(turned[::-1], 1).view(filters.shape), total.clone()
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_launch(images: int, height: int, width: int, channels: int, processors: int) -> Any:
+    from softfree.ops.conv_mlp.kernels import conv_gelu_kernel
+    from softfree.ops.shared.launching import Launch
+
+    tiles = _Tiles(images, height, width, channels, processors, columns=4, elements=256)
+    return Launch(
+        conv_gelu_kernel, (tiles.items, tiles.of_channels), tiles.sizes,
+        FAST=devices.knows_ptx(), **tiles.blocks, num_warps=2,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_launches(
+    images: int, height: int, width: int, channels: int, processors: int
+) -> tuple[int, Any, Any]:
+    """Into how many stretches the items go, and what writes the gradients after and before the convolution."""
+    from softfree.ops.conv_mlp.kernels import conv_backward_kernel, conv_gelu_backward_kernel
+    from softfree.ops.shared.launching import Launch
+
+    tiles = _Tiles(images, height, width, channels, processors, columns=2, elements=512)
+    # Two for each place: three programs fit a processor.
+    stretches = max(1, min(tiles.items, 6 * processors // tiles.of_channels))
+    first, second = (
+        Launch(
+            kernel, (stretches, tiles.of_channels), (*tiles.sizes, tiles.items, stretches),
+            **tiles.blocks, num_warps=4,
+        )
+        for kernel in (conv_gelu_backward_kernel, conv_backward_kernel)
+    )  # fmt: skip
+    return stretches, first, second
+
+
+class _Tiles:
+    """What the programs of a kernel take: strips of rows, a few columns and channels each.
+
+    Args:
+        columns: side by side in a thread.
+        elements: of a tile.
+    """
+
+    def __init__(
+        self, images: int, height: int, width: int, channels: int, processors: int,
+        *, columns: int, elements: int,
+    ):  # fmt: skip
+        columns = min(columns, power_of_two(width))
+        groups = min(8 // columns, power_of_two(tiles_of(width, columns)))
+        block_c = min(elements // groups, power_of_two(channels))
+        self.blocks = dict(COLUMNS=columns, GROUPS=groups, BLOCK_C=block_c)
+        self.of_channels = tiles_of(channels, block_c)
+        across = tiles_of(width, groups * columns)
+        strips = tiles_of(height, ROWS)
+        if images * strips * across * self.of_channels < 8 * processors:
+            strips = tiles_of(height, ROWS // 4)
+        self.items = images * strips * across
+        self.sizes = height, width, channels, strips, across, tiles_of(height, strips)
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, weight1, _, filters, bias, weight2, _, *ctx.size = inputs
+    ctx.save_for_backward(x, output[1], weight1, filters, bias, weight2)
+    ctx.dtypes = [t.dtype for t in inputs[:7]]
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad, _):
+    if grad is None:
+        return ()
+    found = BACKWARD(grad, *ctx.saved_tensors, *ctx.size)
+    return tuple(t.to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True))
+
+
+def _flops(x, weight1, bias1, filters, bias, weight2, bias2, height, width) -> int:
+    """Of the two products and the convolution."""
+    hidden, channels = weight1
+    return 2 * x[0] * x[1] * hidden * (channels + weight2[0] + SIDE * SIDE)
+
+
+def _backward_flops(grad, x, hidden, weight1, filters, bias, weight2, height, width) -> int:
+    return 2 * _flops(x, weight1, None, filters, None, weight2, None, height, width)
+
+
+BACKWARD = register("conv_mlp_backward", _backward, _fake_backward, flops=_backward_flops)
+IN_PARTS = register("conv_mlp_in_parts", _in_parts, _fake_in_parts, flops=_flops)
+FORWARD = register("conv_mlp", _forward, _fake, _setup, _gradient, _flops, keeps=True)
