@@ -215,8 +215,11 @@ class SoftPyramid(Backbone):
         )
 
 
-# What our own models have beside their attention.
-OWN: dict[str, Any] = dict(attention="softfree", global_pool="avg", class_token=False)
+# What our own models have beside their attention: tokens see their neighbours in the MLP, not in the values.
+OWN: dict[str, Any] = dict(
+    attention="softfree", global_pool="avg", class_token=False,
+    value_convs=(0, 0, 0, 0), mlp_convs=(3, 3, 3, 3),
+)  # fmt: skip
 # dims, heads, depths
 PAPER_SIZES = {
     "tiny": ((64, 128, 320, 512), (2, 4, 10, 16), (2, 2, 5, 2)),

@@ -149,8 +149,8 @@ RECIPES = {
             ),
             run=RunSettings(workers=0, eval_every=500),
         ),
-        # A token of the second stage is a cell, and a landmark. Neither windows that overlap nor convolutions of the
-        # values: up to there nothing but the attention passes from cell to cell.
+        # A token of the second stage is a cell, and a landmark. Neither windows that overlap nor convolutions: up to there
+        # nothing but the attention passes from cell to cell.
         SegmentationSettings(
             "twins",
             data=SegmentationDataSettings(dataset="twins", crop=64, short_side=0),
@@ -158,7 +158,7 @@ RECIPES = {
             backbone=BackboneSettings(
                 model_kwargs=(
                     "embed_dims=32,64,64,64", "num_heads=1,2,2,2", "depths=1,2,1,1", "img_size=64",
-                    "overlap=False", "strides=4,1,1,1", "value_convs=0,0,0,0",
+                    "overlap=False", "strides=4,1,1,1", "value_convs=0,0,0,0", "mlp_convs=0,0,0,0",
                 ),
             ),
             optim=OptimSettings(

@@ -46,7 +46,7 @@ def test_the_tiny_release_without_convolution_has_as_many_parameters_as_table_10
 
 @pytest.mark.parametrize("name", OWN)
 def test_our_own_models_have_the_budget_of_the_papers(name):
-    assert 0.97 < count(name) / count(name.replace("softfree", "softpp")) <= 1
+    assert 0.97 < count(name) / count(name.replace("softfree", "softpp")) < 1.005
 
 
 @pytest.mark.parametrize("name", [*OWN, "softfree_vit_small"])
