@@ -15,8 +15,8 @@
 #                                    for SOFT and SOFT++
 #   results/reproduce.sh dense       VOC: UPerNet, Mask R-CNN, from the weights that table2 left in OUT, else from random ones;
 #                                    needs the extra `dense`
-#   results/reproduce.sh own         our own family beside itself without attention: Tiny-ImageNet-100, VOC, ListOps, image and
-#                                    text of LRA
+#   results/reproduce.sh own         our own family beside itself without attention: Tiny-ImageNet-100 (there also with softmax and with
+#                                    two convolutions), VOC, ListOps, image and text of LRA
 #   results/reproduce.sh speed       operator, models, attentions, detectors; on a CPU smaller pictures, not compiled
 #
 # TI is the folder of Tiny-ImageNet-100 with train/ and val/ (table2 to precision), CIFAR that of CIFAR-10's grids or class
@@ -221,12 +221,14 @@ dense() {
 
 own() {
   local name command task arguments seed
-  tiny softfree_fine --model softfree_tiny --model-kwargs strides=4,2,1,1 landmarks=average --drop-path 0.1 "${GRAPH[@]}"
-  score scores.csv softfree_fine --img-size 128 192 256
+  local variant=(--model softfree_tiny --drop-path 0.1 "${GRAPH[@]}")
+  tiny softfree_softmax "${variant[@]}" --attention softmax
+  tiny softfree_both "${variant[@]}" --model-kwargs value_convs=9,5,3,3
+  for name in softfree_{softmax,both}; do score scores.csv $name --img-size 128 192 256; done
   for name in softfree softfree_without_attention; do
     command=$SOFTFREE
     [ $name = softfree ] || command=$WITHOUT_ATTENTION
-    SOFTFREE=$command tiny $name --model softfree_tiny --drop-path 0.1 "${GRAPH[@]}"
+    SOFTFREE=$command tiny $name "${variant[@]}"
     SOFTFREE=$command score scores.csv $name --img-size 128 192 256
     SOFTFREE=$command MODEL=softfree_tiny voc segmentation $name "" $name "${UPERNET[@]}"
     SOFTFREE=$command MODEL=softfree_tiny voc detection $name "" $name "${MASK_RCNN[@]}" --steps 700
@@ -245,7 +247,7 @@ own() {
       done
     done
   done
-  gather own_tiny_imagenet tiny_imagenet scores.csv softfree{,_fine,_without_attention}
+  gather own_tiny_imagenet tiny_imagenet scores.csv softfree{,_without_attention,_softmax,_both}
   for task in segmentation detection; do gather "own_$task" voc scores.csv ${task}_softfree{,_without_attention}; done
   gather own_longrange own eval.csv {listops,image,text}_softfree{,_without_attention}
 }
