@@ -17,7 +17,7 @@ from softfree.layers.plain import (
     is_plain,
     weight_and_bias,
 )
-from softfree.ops.conv_mlp import conv_mlp, over_grid
+from softfree.ops.conv_mlp import Weights, conv_mlp, over_grid
 from softfree.ops.mlp import mlp
 from softfree.ops.norm import add_norm, add_norm_over
 from softfree.ops.shared import devices
@@ -88,10 +88,9 @@ class ConvMlp(TanhMlp):
 
     def forward(self, x: Tensor, size: AnySize = None, mask: Tensor | None = None) -> Tensor:
         """(batch, tokens, channels) to the same shape; ``size`` as the attention's, masked tokens count as 0."""
-        weights: Any = self.weights() if mask is None else None
+        weights = self.weights() if mask is None else None
         if weights is not None:
-            grid: Any = size
-            return conv_mlp(x, *weights, size=grid)
+            return self.at_once(x, size, weights, unseen=False)
         hidden = self.fc1(x)
         if mask is not None:
             hidden = torch.where(mask[..., None], hidden, 0)
@@ -99,8 +98,8 @@ class ConvMlp(TanhMlp):
         hidden = self.norm(self.drop1(self.act(hidden)))
         return self.drop2(self.fc2(hidden))
 
-    def at_once(self, x: Tensor, size: Any, weights: Any) -> Tensor:
-        return conv_mlp(x, *weights, size=size, unseen=True)
+    def at_once(self, x: Tensor, size: Any, weights: Any, unseen: bool = True) -> Tensor:
+        return conv_mlp(x, Weights(*weights), size, unseen=unseen)
 
     def weights(self) -> tuple[Tensor, ...] | None:
         """Weight and bias of all three layers, if it is :func:`softfree.ops.conv_mlp.conv_mlp` of them."""

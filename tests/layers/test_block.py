@@ -271,9 +271,7 @@ def at_once(monkeypatch) -> list[bool]:
     monkeypatch.setattr(image_attention, "image_attention", attend)
     monkeypatch.setattr(blocks, "add_norm_over", add_norm)
     monkeypatch.setattr(blocks, "mlp", lambda *inputs, unseen=False: compute(*inputs))
-    monkeypatch.setattr(
-        blocks, "conv_mlp", lambda *inputs, size, unseen=False: with_conv(*inputs, size=size)
-    )
+    monkeypatch.setattr(blocks, "conv_mlp", lambda *inputs, unseen=False: with_conv(*inputs))
     return calls
 
 

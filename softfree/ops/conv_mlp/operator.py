@@ -11,7 +11,7 @@ Without a gradient (``softfree::conv_mlp_in_parts``) the hidden layer of many im
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,27 +28,26 @@ SIDE = 3  # of the filters that the kernels know
 ROWS = 28  # of a strip; of few pictures a quarter, so that all processors have some
 
 
-def conv_mlp(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor,
-    filters: Tensor,
-    bias: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    *,
-    size: tuple[int, int],
-    unseen: bool = False,
-) -> Tensor:
+class Weights(NamedTuple):
+    """Of the first linear layer, (hidden, channels) and (hidden,); of the convolution, (hidden, 1, k, k) with k odd and
+    (hidden,); of the second linear layer, (out, hidden) and (out,)."""
+
+    weight1: Tensor
+    bias1: Tensor
+    filters: Tensor
+    bias: Tensor
+    weight2: Tensor
+    bias2: Tensor
+
+
+def conv_mlp(x: Tensor, weights: Weights, size: tuple[int, int], *, unseen: bool = False) -> Tensor:
     """``gelu(conv(x weight1^T + bias1) + bias) weight2^T + bias2``, in GELU's tanh form.
 
     ``conv(h)[y, x, c] = sum filters[c, 0, dy, dx] h[y + dy, x + dx, c]``, zeros outside.
 
     Args:
         x: (batch, prefix + H * W, channels); the convolution passes prefix tokens by.
-        weight1, bias1: (hidden, channels), (hidden,).
-        filters, bias: (hidden, 1, k, k) with k odd, (hidden,).
-        weight2, bias2: (out, hidden), (out,).
+        weights: of the three layers.
         size: (H, W).
         unseen: as in :func:`softfree.ops.mlp.mlp`.
 
@@ -60,44 +59,36 @@ def conv_mlp(
         >>> first, second = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
         >>> conv = torch.nn.Conv2d(32, 32, 3, padding=1, groups=32)
         >>> weights = [p for layer in (first, conv, second) for p in (layer.weight, layer.bias)]
-        >>> conv_mlp(torch.randn(2, 20, 8), *weights, size=(4, 5)).shape
+        >>> conv_mlp(torch.randn(2, 20, 8), Weights(*weights), (4, 5)).shape
         torch.Size([2, 20, 8])
     """
-    parameters = weight1, bias1, filters, bias, weight2, bias2
     trained = False
     if not unseen:
         learning = torch.is_grad_enabled()
-        trained = learning and all(p.requires_grad for p in parameters)
-        wanted = learning and any(t.requires_grad for t in (x, *parameters))
+        trained = learning and all(p.requires_grad for p in weights)
+        wanted = learning and any(t.requires_grad for t in (x, *weights))
         # Of frozen weights the operator would compute gradients for nothing.
         if wanted != trained or not devices.usable(x, dtype=autocast_dtype(x)):
-            return _by_library(x, *parameters, size)
-    if filters.shape[-1] != SIDE or x.shape[1] != size[0] * size[1]:
-        return _by_library(x, *parameters, size)
+            return _by_library(x, weights, size)
+    if weights.filters.shape[-1] != SIDE or x.shape[1] != size[0] * size[1]:
+        return _by_library(x, weights, size)
     if not unseen:
-        x, weight1, weight2 = autocast(x, weight1, weight2)
+        x, weight1, weight2 = autocast(x, weights.weight1, weights.weight2)
+        weights = weights._replace(weight1=weight1, weight2=weight2)
     if trained:
-        return FORWARD(x, weight1, bias1, filters, bias, weight2, bias2, *size)[0]
-    compute = _in_parts if unseen else IN_PARTS
-    return compute(x, weight1, bias1.to(x.dtype), filters, bias, weight2, bias2.to(x.dtype), *size)
+        return FORWARD(x, weights, *size)[0]
+    return (_in_parts if unseen else IN_PARTS)(x, weights, *size)
 
 
-def _by_library(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor,
-    filters: Tensor,
-    bias: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    size: tuple[int, int],
-) -> Tensor:
+def _by_library(x: Tensor, weights: Weights, size: tuple[int, int]) -> Tensor:
+    filters = weights.filters
+
     def convolve(image: Tensor) -> Tensor:
         side, hidden = filters.shape[-1], filters.shape[0]
-        return F.conv2d(image, filters, bias, padding=side // 2, groups=hidden)
+        return F.conv2d(image, filters, weights.bias, padding=side // 2, groups=hidden)
 
-    hidden = over_grid(F.linear(x, weight1, bias1), size, convolve)
-    return F.linear(F.gelu(hidden, approximate="tanh"), weight2, bias2)
+    hidden = over_grid(F.linear(x, weights.weight1, weights.bias1), size, convolve)
+    return F.linear(F.gelu(hidden, approximate="tanh"), weights.weight2, weights.bias2)
 
 
 def over_grid(x: Tensor, size: tuple[int, ...], convolve: Callable[[Tensor], Tensor]) -> Tensor:
@@ -122,22 +113,13 @@ def over_grid(x: Tensor, size: tuple[int, ...], convolve: Callable[[Tensor], Ten
     return torch.cat([x[:, :prefix], out], 1) if prefix else out
 
 
-def _in_parts(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor,
-    filters: Tensor,
-    bias: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    height: int,
-    width: int,
-) -> Tensor:
+def _in_parts(x: Tensor, weights: Weights, height: int, width: int) -> Tensor:
     """:func:`conv_mlp` without a gradient, some images after the others."""
     batch, tokens, channels = x.shape
-    hidden_bytes = (
-        2 * batch * tokens * weight1.shape[0] * x.itemsize
-    )  # before and after the convolution
+    weight1, bias1, filters, bias, weight2, bias2 = weights
+    bias1, bias2 = bias1.to(x.dtype), bias2.to(x.dtype)
+    # Before and after the convolution.
+    hidden_bytes = 2 * batch * tokens * weight1.shape[0] * x.itemsize
     step = tiles_of(batch, max(1, tiles_of(hidden_bytes, PART_BYTES)))
     out = x.new_empty((batch, tokens, weight2.shape[0]))
     for images, found in zip(x.split(step or 1), out.split(step or 1), strict=True):
@@ -148,58 +130,39 @@ def _in_parts(
     return out
 
 
-def _fake_in_parts(x, weight1, bias1, filters, bias, weight2, bias2, height, width):
-    return x.new_empty(x.shape[0], x.shape[1], weight2.shape[0])
+def _fake_in_parts(x, weights, height, width):
+    return x.new_empty(x.shape[0], x.shape[1], weights.weight2.shape[0])
 
 
-def _forward(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor,
-    filters: Tensor,
-    bias: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    height: int,
-    width: int,
-) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, weights: Weights, height: int, width: int) -> tuple[Tensor, Tensor]:
     """The result and the hidden layer before the convolution. Filters and biases may be of another dtype."""
+    weight1, bias1, filters, bias, weight2, bias2 = weights
     hidden = F.linear(x, weight1, bias1.to(x.dtype))
     activation = _conv_gelu(hidden, filters, bias, x.shape[0], height, width)
     return F.linear(activation, weight2, bias2.to(x.dtype)), hidden
 
 
-def _fake(x, weight1, bias1, filters, bias, weight2, bias2, height, width):
+def _fake(x, weights, height, width):
     batch, tokens, _ = x.shape
-    return (
-        x.new_empty(batch, tokens, weight2.shape[0]),
-        x.new_empty(batch, tokens, weight1.shape[0]),
-    )
+    hidden = x.new_empty(batch, tokens, weights.weight1.shape[0])
+    return _fake_in_parts(x, weights, height, width), hidden
 
 
 def _backward(
-    grad: Tensor,
-    x: Tensor,
-    hidden: Tensor,
-    weight1: Tensor,
-    filters: Tensor,
-    bias: Tensor,
-    weight2: Tensor,
-    height: int,
-    width: int,
+    grad: Tensor, x: Tensor, hidden: Tensor, weights: Weights, height: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of :func:`conv_mlp`'s arguments, in their order; those of filters and biases in float32."""
+    """The gradients of x and of the weights, in their order; those of filters and biases in float32."""
     rows, grad_rows = x.reshape(-1, x.shape[2]), grad.reshape(-1, grad.shape[2])
-    sizes = x.shape[0], height, width
+    filters, sizes = weights.filters, (x.shape[0], height, width)
     hidden = hidden.contiguous()
-    activation = grad_rows @ weight2  # first its gradient
-    grad_conv, grad_bias = _conv_gelu_backward(activation, hidden, filters, bias, *sizes)
+    activation = grad_rows @ weights.weight2  # first its gradient
+    grad_conv, grad_bias = _conv_gelu_backward(activation, hidden, filters, weights.bias, *sizes)
     grad_weight2 = grad_rows.T @ activation
     del activation  # its memory is free for the gradients that follow
     grad_hidden, grad_filters, grad_bias1 = _conv_backward(grad_conv, hidden, filters, *sizes)
     del grad_conv
     return (
-        (grad_hidden @ weight1).view(x.shape),
+        (grad_hidden @ weights.weight1).view(x.shape),
         grad_hidden.T @ rows,
         grad_bias1,
         grad_filters,
@@ -209,19 +172,14 @@ def _backward(
     )
 
 
-def _fake_backward(grad, x, hidden, weight1, filters, bias, weight2, height, width):
+def _fake_backward(grad, x, hidden, weights, height, width):
     def empty(like, dtype=None):
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
-    single = torch.float32
-    return (
-        empty(x),
-        empty(weight1),
-        x.new_empty(weight1.shape[0], dtype=single),
-        empty(filters, single),
-        empty(bias, single),
-        empty(weight2),
-        x.new_empty(weight2.shape[0], dtype=single),
+    products = weights.weight1, weights.weight2
+    return empty(x), *(
+        empty(weight, None if any(weight is product for product in products) else torch.float32)
+        for weight in weights
     )
 
 
@@ -326,27 +284,27 @@ class _Tiles:
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, weight1, _, filters, bias, weight2, _, *ctx.size = inputs
-    ctx.save_for_backward(x, output[1], weight1, filters, bias, weight2)
-    ctx.dtypes = [t.dtype for t in inputs[:7]]
+    x, weights, *ctx.size = inputs
+    ctx.save_for_backward(x, output[1], *weights)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, grad, _):
     if grad is None:
         return ()
-    found = BACKWARD(grad, *ctx.saved_tensors, *ctx.size)
-    return tuple(t.to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True))
+    x, hidden, *weights = ctx.saved_tensors
+    found = BACKWARD(grad, x, hidden, Weights(*weights), *ctx.size)
+    return tuple(t.to(of.dtype) for t, of in zip(found, (x, *weights), strict=True))
 
 
-def _flops(x, weight1, bias1, filters, bias, weight2, bias2, height, width) -> int:
+def _flops(x, weights, height, width) -> int:
     """Of the two products and the convolution."""
-    hidden, channels = weight1
-    return 2 * x[0] * x[1] * hidden * (channels + weight2[0] + SIDE * SIDE)
+    hidden, channels = weights.weight1
+    return 2 * x[0] * x[1] * hidden * (channels + weights.weight2[0] + SIDE * SIDE)
 
 
-def _backward_flops(grad, x, hidden, weight1, filters, bias, weight2, height, width) -> int:
-    return 2 * _flops(x, weight1, None, filters, None, weight2, None, height, width)
+def _backward_flops(grad, x, hidden, weights, height, width) -> int:
+    return 2 * _flops(x, weights, height, width)
 
 
 BACKWARD = register("conv_mlp_backward", _backward, _fake_backward, flops=_backward_flops)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from softfree.ops.conv_mlp import operator
-from softfree.ops.conv_mlp.operator import FORWARD, conv_mlp, over_grid
+from softfree.ops.conv_mlp import Weights, operator, over_grid
+from softfree.ops.conv_mlp.operator import FORWARD
 
 SIZE = (4, 3)
 SHAPES = {
@@ -17,6 +17,10 @@ SHAPES = {
 
 def drawn(**other: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape).double() for name, shape in {**SHAPES, **other}.items()}
+
+
+def conv_mlp(x, size, **weights):
+    return operator.conv_mlp(x, Weights(**weights), size)
 
 
 def by_hand(x, weight1, bias1, filters, bias, weight2, bias2, size):
@@ -90,20 +94,23 @@ def test_parts_of_the_images_are_all_of_them(batch, monkeypatch):
         return F.gelu(out.permute(0, 2, 3, 1).reshape(-1, 7), approximate="tanh")
 
     monkeypatch.setattr(operator, "_conv_gelu", conv_gelu)
-    found = operator._in_parts(*inputs.values(), *SIZE)
-    torch.testing.assert_close(found, by_hand(**inputs, size=SIZE))
+    x = inputs.pop("x")
+    found = operator._in_parts(x, Weights(**inputs), *SIZE)
+    torch.testing.assert_close(found, by_hand(x, **inputs, size=SIZE))
     assert sum(lengths) == batch and max(lengths, default=0) <= 2
 
 
 def test_the_operators_flops_are_those_of_products_and_convolution():
-    inputs = [torch.empty(shape, device="meta", requires_grad=True) for shape in SHAPES.values()]
+    x, *weights = (
+        torch.empty(shape, device="meta", requires_grad=True) for shape in SHAPES.values()
+    )
     with FlopCounterMode(display=False) as forward:
-        out = FORWARD(*inputs, *SIZE)[0]
+        out = FORWARD(x, Weights(*weights), *SIZE)[0]
     with FlopCounterMode(display=False) as backward:
         out.sum().backward()
     once = 2 * 24 * 7 * (4 + 5 + 9)
     assert (forward.get_total_flops(), backward.get_total_flops()) == (once, 2 * once)
-    by_library = [torch.empty(shape, device="meta") for shape in SHAPES.values()]
+    by_library = {name: torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
     with FlopCounterMode(display=False) as counter:
-        conv_mlp(*by_library, size=SIZE)
+        conv_mlp(**by_library, size=SIZE)
     assert counter.get_total_flops() == once

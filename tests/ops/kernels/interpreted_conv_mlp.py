@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpreted import poisoned
 
-from softfree.ops.conv_mlp.operator import conv_mlp
+from softfree.ops.conv_mlp import Weights, conv_mlp
 from softfree.ops.shared import devices
 
 CHANNELS, OUT = 6, 10
@@ -36,16 +36,16 @@ def evaluate(images: int, height: int, width: int, hidden: int, how: str) -> dic
     size = height, width
     devices.usable = lambda x, **_: False
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    out = conv_mlp(*wide, size=size)
+    out = conv_mlp(wide[0], Weights(*wide[1:]), size)
     wanted = (out, *torch.autograd.grad(out, wide, grad.double()))
     if how == "autocast":
         inputs = [t.detach().float().requires_grad_() for t in inputs]
     devices.usable = lambda x, **_: True
     with torch.autocast("cpu", torch.float16, enabled=how == "autocast"):
-        out = conv_mlp(*inputs, size=size)
+        out = conv_mlp(inputs[0], Weights(*inputs[1:]), size)
         found = (out, *torch.autograd.grad(out, inputs, grad))
         with torch.no_grad():
-            evaluated = conv_mlp(*inputs, size=size)
+            evaluated = conv_mlp(inputs[0], Weights(*inputs[1:]), size)
     for gradient, of in zip(found[1:], inputs, strict=True):
         assert gradient.dtype == of.dtype and gradient.shape == of.shape
     pairs = zip(
@@ -65,7 +65,9 @@ def main() -> None:
     torch.library.opcheck(torch.ops.softfree.conv_mlp_in_parts, (*inputs, 4, 3))
     empty = [t.clone().requires_grad_() for t in (inputs[0][:0], *inputs[1:])]
     devices.usable = lambda x, **_: True
-    for gradient in torch.autograd.grad(conv_mlp(*empty, size=(4, 3)).sum(), empty):
+    for gradient in torch.autograd.grad(
+        conv_mlp(empty[0], Weights(*empty[1:]), (4, 3)).sum(), empty
+    ):
         assert not gradient.any()
     torch.empty = poisoned(torch.empty)
     torch.empty_like = poisoned(torch.empty_like)

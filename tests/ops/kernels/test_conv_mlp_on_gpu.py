@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from softfree.ops.conv_mlp import operator
-from softfree.ops.conv_mlp.operator import conv_mlp
+from softfree.ops.conv_mlp import Weights, conv_mlp, operator
 
 from .gpu import (
     ON_GPU,
@@ -48,13 +47,13 @@ def test_result_and_gradients_are_as_exact_as_plain_pytorch(name, dtype):
     grad = torch.randn(*inputs[0].shape[::-1], device="cuda").permute(2, 1, 0).to(dtype)
 
     def results(leaves):
-        out = conv_mlp(*leaves, size=size)
+        out = conv_mlp(leaves[0], Weights(*leaves[1:]), size)
         return (out, *torch.autograd.grad(out, leaves, grad.to(out.dtype)))
 
     with poisoned_memory():
         found = results(inputs)
         with torch.no_grad():
-            evaluated = conv_mlp(*inputs, size=size)
+            evaluated = conv_mlp(inputs[0], Weights(*inputs[1:]), size)
     assert found[0].grad_fn.name() in ("DifferentiableBackward", "ShownBackward")
     with plain_pytorch():
         plain = results(inputs)
@@ -76,7 +75,7 @@ def test_gradients_are_the_same_bits_twice_and_in_the_dtype_of_the_weights():
     found = []
     for _ in range(2):
         with torch.autocast("cuda", torch.bfloat16):
-            out = conv_mlp(*inputs, size=size)
+            out = conv_mlp(inputs[0], Weights(*inputs[1:]), size)
         found.append(torch.autograd.grad(out.float().square().sum(), inputs))
     for once, again in zip(*found, strict=True):
         assert once.dtype == torch.float32
@@ -89,22 +88,22 @@ def test_many_images_without_a_gradient_hold_a_part_of_the_hidden_layer(compiled
     inputs, size = inputs_of((63, 56, 56, 64, 256), torch.bfloat16)
     call = torch.compile(conv_mlp) if compiled else conv_mlp
     with torch.no_grad():
-        out = call(*inputs, size=size)  # makes what calls share
+        out = call(inputs[0], Weights(*inputs[1:]), size)  # makes what calls share
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        again = call(*inputs, size=size)
+        again = call(inputs[0], Weights(*inputs[1:]), size)
     assert torch.equal(out, again)
     assert torch.cuda.max_memory_allocated() - before < out.nbytes + 2**26
     with torch.no_grad():
-        few = conv_mlp(inputs[0][40:50], *inputs[1:], size=size)
+        few = conv_mlp(inputs[0][40:50], Weights(*inputs[1:]), size)
     assert (few - out[40:50]).norm() < 1e-2 * few.norm()
 
 
 def test_no_images_have_a_result_and_gradients_of_nothing():
     inputs, size = inputs_of((0, 5, 5, 16, 24), torch.bfloat16)
     inputs = [t.requires_grad_() for t in inputs]
-    out = conv_mlp(*inputs, size=size)
+    out = conv_mlp(inputs[0], Weights(*inputs[1:]), size)
     assert out.shape == inputs[0].shape
     for gradient in torch.autograd.grad(out.sum(), inputs):
         assert not gradient.any()
@@ -113,5 +112,5 @@ def test_no_images_have_a_result_and_gradients_of_nothing():
 def test_whoever_counts_sees_products_and_convolution():
     inputs, size = inputs_of(CASES["stage 4"], torch.bfloat16)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        conv_mlp(*inputs, size=size)
+        conv_mlp(inputs[0], Weights(*inputs[1:]), size)
     assert counter.get_total_flops() == 2 * 5 * 49 * 512 * (2 * 128 + 9)

@@ -273,10 +273,10 @@ BY_SHAPE = {
         lambda x: mlp._parts(x, *empty((7, 4), (7,), (4, 7), (4,))), (10, 4)
     ),
     "conv_mlp": lambda: (
-        lambda x: conv_mlp.FORWARD(x, *empty(*OF_CONV_MLP), 4, 3)[0], (2, 12, 4)
+        lambda x: conv_mlp.FORWARD(x, conv_mlp.Weights(*empty(*OF_CONV_MLP)), 4, 3)[0], (2, 12, 4)
     ),
     "conv_mlp_in_parts": lambda: (
-        lambda x: conv_mlp.IN_PARTS(x, *empty(*OF_CONV_MLP), 4, 3), (2, 12, 4)
+        lambda x: conv_mlp.IN_PARTS(x, conv_mlp.Weights(*empty(*OF_CONV_MLP)), 4, 3), (2, 12, 4)
     ),
     "landmark_norm": lambda: (
         lambda x: norm.LANDMARK_FORWARD(x, *empty((8,), (8,)), 0.5, 1e-5), (5, 8)
