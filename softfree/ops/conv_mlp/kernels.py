@@ -52,6 +52,7 @@ def add_row(sums, weights, row, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def each_column(b_tile, COLUMNS: tl.constexpr):
+    """The same tile for each column."""
     tiles = ()
     for _ in tl.static_range(COLUMNS):
         tiles = tiles + (b_tile,)
