@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softfree.ops.mlp.operator import PART_BYTES
+from softfree.ops.mlp.operator import PART_BYTES, are_trained
 from softfree.ops.shared import devices
 from softfree.ops.shared.precision import autocast, autocast_dtype
 from softfree.ops.shared.registration import register
@@ -62,13 +62,10 @@ def conv_mlp(x: Tensor, weights: Weights, size: tuple[int, int], *, unseen: bool
         >>> conv_mlp(torch.randn(2, 20, 8), Weights(*weights), (4, 5)).shape
         torch.Size([2, 20, 8])
     """
-    trained = False
+    trained: bool | None = False
     if not unseen:
-        learning = torch.is_grad_enabled()
-        trained = learning and all(p.requires_grad for p in weights)
-        wanted = learning and any(t.requires_grad for t in (x, *weights))
-        # Of frozen weights the operator would compute gradients for nothing.
-        if wanted != trained or not devices.usable(x, dtype=autocast_dtype(x)):
+        trained = are_trained(x, weights)
+        if trained is None or not devices.usable(x, dtype=autocast_dtype(x)):
             return _by_library(x, weights, size)
     if weights.filters.shape[-1] != SIDE or x.shape[1] != size[0] * size[1]:
         return _by_library(x, weights, size)
@@ -176,11 +173,8 @@ def _fake_backward(grad, x, hidden, weights, height, width):
     def empty(like, dtype=None):
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
-    products = weights.weight1, weights.weight2
-    return empty(x), *(
-        empty(weight, None if any(weight is product for product in products) else torch.float32)
-        for weight in weights
-    )
+    single = torch.float32
+    return empty(x), *map(empty, weights, (None, single, single, single, None, single))
 
 
 def _conv_gelu(

@@ -9,6 +9,7 @@ Without a gradient the first layer's product takes GELU before it writes: a pass
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,15 +56,11 @@ def mlp(
         >>> mlp(torch.randn(2, 5, 8), first.weight, first.bias, second.weight, second.bias).shape
         torch.Size([2, 5, 8])
     """
-    trained = False
+    trained: bool | None = False
     if not unseen:
-        parameters = weight1, bias1, weight2, bias2
-        learning = torch.is_grad_enabled()
-        trained = learning and all(p.requires_grad for p in parameters)
-        wanted = learning and any(t.requires_grad for t in (x, *parameters))
-        # Of frozen weights the operator would compute gradients for nothing.
+        trained = are_trained(x, (weight1, bias1, weight2, bias2))
         if (
-            wanted != trained
+            trained is None
             or not devices.usable(x, dtype=autocast_dtype(x))
             or (not trained and _is_followed())
         ):
@@ -76,6 +73,18 @@ def mlp(
         compute = _parts if _is_long(rows, weight1) else _at_once
         out = compute(rows, weight1, bias1.to(x.dtype), weight2, bias2.to(x.dtype))
     return out.view(*x.shape[:-1], out.shape[1])
+
+
+def are_trained(x: Tensor, parameters: Sequence[Tensor]) -> bool | None:
+    """Whether a gradient is wanted of all parameters; None where it is of some, or of ``x`` alone.
+
+    Of frozen ones an operator would compute gradients for nothing.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    trained = all(p.requires_grad for p in parameters)
+    wanted = trained or any(t.requires_grad for t in (x, *parameters))
+    return trained if wanted == trained else None
 
 
 def _is_followed() -> bool:
