@@ -51,7 +51,7 @@ def attention(
         landmarks: landmarks of our attentions.
         dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
         attentions: among softpp, softpp-solve, soft, softmax.
-        backends: of our attentions, among auto, torch, triton, reference.
+        backends: of our attentions, among auto, native, torch, triton, reference.
         backward: also time forward and backward together.
         seconds: time for each figure.
     """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softfree.ops.attention import chunked, reference
+from softfree.ops.attention import chunked, native, reference
 from softfree.ops.attention.settings import AttentionSettings, Inputs, InverseSettings
 from softfree.ops.shared import devices
 from softfree.ops.shared.memo import computed_once
@@ -20,7 +20,7 @@ from softfree.ops.shared.precision import autocast, compute_dtype, exactly
 from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import token_tensor
 
-BACKENDS = ("auto", "reference", "torch", "triton")
+BACKENDS = ("auto", "reference", "torch", "native", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_DTYPES = DTYPES[:3]
 MAX_CHANNELS = 128  # per head, of the kernels
@@ -82,9 +82,10 @@ def soft_attention(
             the inverse, 0 for ``"newton"``; for ``"solve"`` 0.1 at order 2, 0.01 at order 1, and at least 1e-4.
         order: of the solve: 1 for ``Y = G``, 2 for ``Y = G + ridge G^2`` with ``G = (A + ridge I)^-1``, which is
             nearer the inverse.
-        backend: ``"auto"``, fused Triton kernels on a CUDA device where they take the input, else
-            ``"torch"`` (any device, bounded memory); ``"triton"`` insists on the kernels and says why they
-            can't; ``"reference"``, the definition, for tests.
+        backend: ``"auto"``, fused Triton kernels on a CUDA device where they take the input, passes in C on a CPU
+            that has a compiler, else ``"torch"``, plain PyTorch (any device, bounded memory); ``"triton"`` and
+            ``"native"`` insist on the kernels or on C and say why they can't; ``"reference"``, the definition, for
+            tests.
 
     Returns:
         (batch, heads, n_q, d_v) of ``q``'s dtype. Merging its heads with
@@ -126,7 +127,7 @@ def _implementation(backend: str) -> Any:
         from softfree.ops.attention.kernels import launch
 
         return launch
-    return chunked
+    return native if backend == "native" else chunked
 
 
 @computed_once
@@ -153,7 +154,7 @@ _CHECKED: dict[tuple, str] = {}
 
 
 def _check(inputs: Inputs, backend: str, exporting: bool) -> str:
-    """``"reference"``, ``"torch"`` or ``"triton"``, whichever takes the tensors; raise if they don't fit.
+    """``"reference"`` or what :func:`_choose` chooses for the tensors; raise if they don't fit.
 
     Sizes, dtypes and devices that did are not looked at again.
     """
@@ -187,8 +188,14 @@ def _check_all(inputs: Inputs, backend: str, exporting: bool) -> str:
 
 
 def _choose(backend: str, inputs: Inputs) -> str:
-    """``"torch"`` or ``"triton"``."""
+    """``"torch"``, ``"native"`` or ``"triton"``."""
     q, v = inputs.q, inputs.v
+    if backend == "native" or (backend == "auto" and q.device.type == "cpu"):
+        obstacle = native.obstacle(q)
+        if obstacle is None:
+            return "native"
+        if backend == "native":
+            raise ValueError(f"backend 'native' can't take this input: {obstacle}")
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return "torch"
     channels = max(q.shape[3], v.shape[3])
@@ -275,14 +282,14 @@ def _forward(
     if backend == "triton":
         return _implementation(backend).forward(inputs, settings)
     with exactly(inputs.q.device):
-        return chunked.forward(inputs, settings)
+        return _implementation(backend).forward(inputs, settings)
 
 
 def _forward_unkept(inputs: Inputs, settings: AttentionSettings, backend: str) -> tuple:
     if backend == "triton":
         return _implementation(backend).forward(inputs, settings, False)
     with exactly(inputs.q.device):
-        return chunked.forward(inputs, settings, False)
+        return _implementation(backend).forward(inputs, settings, False)
 
 
 def fake(inputs, settings, backend):
@@ -329,7 +336,7 @@ def _backward(
     if backend == "triton":
         return _implementation(backend).backward(*arguments)
     with exactly(given.grad.device):
-        return chunked.backward(*arguments)
+        return _implementation(backend).backward(*arguments)
 
 
 def _fake_backward(given, *_):

@@ -8,7 +8,7 @@ import torch
 import softfree
 from softfree.ops.attention import chunked
 
-from .problems import Problem, errors, random_problem, solve
+from .problems import BACKENDS, Problem, errors, random_problem, solve
 
 MIB = 2**20
 
@@ -52,13 +52,15 @@ def mixed_scales(largest: float, *, most: bool) -> Problem:
 @pytest.mark.parametrize("inverse", ["newton", "solve"])
 @pytest.mark.parametrize("most", [False, True])
 @pytest.mark.parametrize("largest", [10.0, 1e2, 1e4, 1e6, 1e8, 1e12, 1e18])
-def test_scales_may_be_mixed(largest, most, inverse):
-    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-6)):
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+def test_scales_may_be_mixed(backend, largest, most, inverse):
+    limits = {torch.float32: 1e-5, torch.float64: 1e-6}
+    for dtype in limits if backend == "torch" else [torch.float32]:
         problem = mixed_scales(largest, most=most).rounded(dtype)
         expected = solve(problem, "reference", inverse=inverse)
-        found = errors(solve(problem, "torch", dtype, inverse=inverse), expected)
+        found = errors(solve(problem, backend, dtype, inverse=inverse), expected)
         for name in found if largest < 1e10 else ("out", "v"):
-            assert found[name] < limit, (name, dtype)
+            assert found[name] < limits[dtype], (name, dtype)
 
 
 def peak_bytes(function) -> int:
@@ -83,9 +85,9 @@ def long_inputs(tokens: int) -> list[torch.Tensor]:
     return [t.requires_grad_() for t in (q, v, landmarks)]
 
 
-def attend(inputs: list[torch.Tensor], **settings) -> torch.Tensor:
+def attend(inputs: list[torch.Tensor], backend: str = "torch", **settings) -> torch.Tensor:
     q, v, landmarks = inputs
-    return softfree.soft_attention(q, None, v, landmarks, backend="torch", **settings)
+    return softfree.soft_attention(q, None, v, landmarks, backend=backend, **settings)
 
 
 def test_the_memory_probe_sees_what_an_operator_allocates():

@@ -1,0 +1,282 @@
+"""The operator in C: backend ``"native"``, for CPUs with a C compiler.
+
+In plain PyTorch a call of the operator is some forty calls, each of which costs as much as thousands of products, and
+kernel values leave the cache between them. ``attention.c`` does all that is to be done with a tile of tokens before it takes
+the next. Newton's iteration, the m x m part of the backward pass, and inputs whose scales need care are left to PyTorch, as
+in the backend ``"torch"``, and what is kept for the backward pass is the same.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softfree.ops.attention import chunked
+from softfree.ops.attention.chunked import FAR, inverse_shape
+from softfree.ops.attention.mixing import invert_landmarks, mix, mixing_backward
+from softfree.ops.attention.settings import AttentionSettings, Inputs
+from softfree.ops.shared import compiled_c
+from softfree.ops.shared.devices import remembered
+from softfree.ops.shared.registration import LEFT_OUT
+from softfree.ops.shared.shapes import tiles_of, token_tensor
+
+__all__ = ["available", "backward", "forward", "inverse_shape", "obstacle"]
+
+SOURCE = Path(__file__).with_name("attention.c")
+TILE, PAD = 64, 16  # as there
+KEPT_ELEMENTS = 2**19  # up to so many kernel values are kept from one pass to the next
+SOLVED_LANDMARKS = 256  # beyond, LAPACK is faster: it goes over matrices in blocks
+
+SIZE, ADDRESS = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = [("data", ADDRESS), ("by_batch", SIZE), ("by_head", SIZE), ("by_token", SIZE)]
+
+
+class _Points(ctypes.Structure):
+    _fields_ = [
+        *[(name, SIZE) for name in ("batch", "heads", "count", "channels", "landmarks", "threads")],
+        ("tokens", _Tokens),
+        *[(name, ADDRESS) for name in ("centre", "side", "kernels")],
+        ("known", SIZE),
+    ]
+
+
+POINTS, TOKENS = ctypes.POINTER(_Points), ctypes.POINTER(_Tokens)
+ARGUMENTS = {
+    "collect": (POINTS, ADDRESS, TOKENS, SIZE, ADDRESS),
+    "spread": (POINTS, ADDRESS, SIZE, TOKENS),
+    "backward": (
+        POINTS, ADDRESS, ctypes.c_float, ADDRESS, TOKENS, ADDRESS, TOKENS, ADDRESS, SIZE, TOKENS, TOKENS, ADDRESS,
+    ),
+    "prepare": (TOKENS, ADDRESS, *[SIZE] * 4, ctypes.c_double, *[ADDRESS] * 4, SIZE),
+    "solve": (ADDRESS, SIZE, SIZE, ctypes.c_double, SIZE, SIZE, ADDRESS, SIZE, ADDRESS, ADDRESS, SIZE),
+}  # fmt: skip
+
+
+@functools.cache
+def _functions() -> dict | None:
+    library = compiled_c.load(SOURCE)
+    if library is None:
+        return None
+    functions = {name: getattr(library, f"softfree_{name}") for name in ARGUMENTS}
+    for name, function in functions.items():
+        function.argtypes = ARGUMENTS[name]
+    functions["prepare"].restype = ctypes.c_double
+    return functions
+
+
+@remembered
+def available() -> bool:
+    """Whether the passes can be compiled here, which is done when this is first asked."""
+    return _functions() is not None
+
+
+def obstacle(q: Tensor) -> str | None:
+    """Why this backend can't take queries; None if it can."""
+    if q.device.type != "cpu":
+        return f"it computes on a CPU, got {q.device}"
+    if q.dtype == torch.float64:
+        return "it computes in float32, got torch.float64"
+    return None if available() else "there is no C compiler (cc, or what CC names), or it failed"
+
+
+def forward(
+    inputs: Inputs, settings: AttentionSettings, keep: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`softfree.ops.attention.chunked.forward`."""
+    points = _Landmarks(inputs, settings.scale)
+    if points.far:
+        return chunked.forward(inputs, settings, keep)
+    queries, keys = _passes(points, inputs)
+    u = keys.collect(inputs.v, inputs.key_mask)
+    if settings.inverse.method == "solve" and u.shape[1] <= SOLVED_LANDMARKS:
+        inverse, w = points.solve(u, settings, keep)
+    else:
+        inverse = invert_landmarks(points.matrix, settings.inverse, torch.float32)
+        w = mix(u, points.matrix, inverse, settings)
+    x = queries.spread(w).to(inputs.q.dtype)
+    return (x, *chunked.kept(inverse, u, inputs, settings)) if keep else (x, LEFT_OUT, LEFT_OUT)
+
+
+def backward(
+    grad: Tensor, inputs: Inputs, inverse: Tensor, u: Tensor, settings: AttentionSettings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`softfree.ops.attention.chunked.backward`."""
+    points = _Landmarks(inputs, settings.scale)
+    if points.far:
+        return chunked.backward(grad, inputs, inverse, u, settings)
+    q, k, v, landmarks, mask, _ = inputs
+    queries, keys = _passes(points, inputs)
+    grad_w = queries.collect(grad, None)  # as queries, masked tokens are there
+    w, grad_u, grad_landmarks = mixing_backward(
+        grad_w,
+        u.flatten(0, 1) if u.numel() > 0 else keys.collect(v, mask),
+        points.matrix,
+        inverse.flatten(0, 1).double(),
+        points.centred,
+        None if points.mask is None else points.mask.repeat_interleave(q.shape[1], 0),
+        settings,
+    )
+    scale = settings.scale
+    if k is None:
+        grad_q, grad_v, sums = queries.backward(scale, (grad, w), (v, grad_u), mask)
+        grad_k = q.new_empty(0)
+    else:
+        grad_q, _, of_queries = queries.backward(scale, (grad, w), None, None)
+        grad_k, grad_v, of_keys = keys.backward(scale, None, (v, grad_u), mask)
+        grad_k, sums = grad_k.to(k.dtype), of_queries + of_keys
+    products, totals = sums[..., : q.shape[-1]], sums[..., -1:]
+    grad_landmarks.add_(products - totals * points.centred, alpha=scale)
+    grad_landmarks = grad_landmarks.to(landmarks.dtype).view(landmarks.shape)
+    return grad_q.to(q.dtype), grad_k, grad_v.to(v.dtype), grad_landmarks
+
+
+class _Landmarks:
+    """What all passes need of the landmarks, with heads as rows.
+
+    centre, side: (batch * heads, d) and (batch * heads, m, d + 2), as in attention.c.
+    centred, matrix: (batch * heads, m, d) and A, (batch * heads, m, m); float64.
+    far: whether float32 would cancel too many digits, see :mod:`softfree.ops.attention.chunked`.
+    """
+
+    def __init__(self, inputs: Inputs, scale: float):
+        landmarks = _readable(inputs.landmarks)
+        batch, heads, m, channels = landmarks.shape
+        mask = inputs.landmark_mask
+        self.mask = None if mask is None else mask.contiguous()
+        self.centre = landmarks.new_empty(batch * heads, channels)
+        self.side = landmarks.new_empty(batch * heads, m, channels + 2)
+        self.centred = torch.empty(batch * heads, m, channels, dtype=torch.float64)
+        self.matrix = torch.empty(batch * heads, m, m, dtype=torch.float64)
+        farthest = _call(
+            "prepare", _tokens(landmarks), _address(self.mask), batch, heads, m, channels, scale,
+            *map(_address, (self.centre, self.centred, self.side, self.matrix)), torch.get_num_threads(),
+        )  # fmt: skip
+        self.far = scale * farthest > FAR
+
+    def solve(self, u: Tensor, settings: AttentionSettings, keep: bool) -> tuple[Tensor, Tensor]:
+        """The inverse factor of ``A + ridge I``, if it is to be kept, and ``W = Y' U``, of U (batch * heads, m, channels)."""
+        heads, m, channels = u.shape
+        u = _with_padding(u)
+        w = torch.empty_like(u)
+        factor = u.new_empty(heads, m, m) if keep else LEFT_OUT
+        _call(
+            "solve", _address(self.matrix), heads, m, settings.inverse.ridge, settings.inverse.order,
+            settings.normalize, _address(u), channels, _address(factor), _address(w), torch.get_num_threads(),
+        )  # fmt: skip
+        return factor, w[..., :channels]
+
+
+def _passes(points: _Landmarks, inputs: Inputs) -> tuple["_Passes", "_Passes"]:
+    """Over queries and over keys."""
+    queries = _Passes(points, inputs.q, keep=inputs.k is None and inputs.key_mask is None)
+    return queries, queries if inputs.k is None else _Passes(points, inputs.k, keep=False)
+
+
+class _Passes:
+    """Over tokens (batch, heads, n, d) beside their landmarks; their kernel may be kept from one pass to the next."""
+
+    def __init__(self, points: _Landmarks, tokens: Tensor, keep: bool):
+        batch, heads, count, channels = tokens.shape
+        m = points.side.shape[1]
+        values = batch * heads * m * TILE * tiles_of(count, TILE)
+        self.points, self.tokens = points, _readable(tokens)
+        self.kernels = points.side.new_empty(values) if keep and values <= KEPT_ELEMENTS else None
+        self.record = _Points(
+            batch, heads, count, channels, m, torch.get_num_threads(), _tokens(self.tokens),
+            *map(_address, (points.centre, points.side, self.kernels)),
+        )  # fmt: skip
+
+    def collect(self, values: Tensor, mask: Tensor | None) -> Tensor:
+        """``U = P V``, (batch * heads, m, channels), of values (batch, heads, n, channels)."""
+        values, channels = _readable(values), values.shape[-1]
+        mask = None if mask is None else mask.contiguous()
+        sums = self._of_landmarks(_padded(channels))
+        self._call("collect", _address(mask), _tokens(values), channels, _address(sums))
+        return sums[..., :channels]
+
+    def spread(self, w: Tensor) -> Tensor:
+        """``X = P^T W``, (batch, heads, n, channels), of W (batch * heads, m, channels)."""
+        result = token_tensor(self.tokens, w.shape[-1])
+        w = _with_padding(w)
+        self._call("spread", _address(w), result.shape[-1], _tokens(result))
+        return result
+
+    def backward(
+        self,
+        scale: float,
+        as_queries: tuple[Tensor, Tensor] | None,
+        as_keys: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the tokens and of their values, and sums (batch * heads, m, d padded + 1), as in attention.c.
+
+        Args:
+            scale: of the kernel.
+            as_queries: the gradient of X, and W; None where the tokens are keys alone.
+            as_keys: the values, and the gradient of U; None where the tokens are queries alone.
+            mask: of the keys.
+        """
+        channels, grad, w, values, grad_u, grad_values = 0, None, None, None, None, LEFT_OUT
+        if as_queries is not None:
+            grad, w = _readable(as_queries[0]), _with_padding(as_queries[1])
+            channels = grad.shape[-1]
+        if as_keys is not None:
+            values, grad_u = _readable(as_keys[0]), _with_padding(as_keys[1])
+            channels = values.shape[-1]
+            grad_values = token_tensor(values, channels)
+        mask = None if mask is None else mask.contiguous()
+        landmarks = _with_padding(self.points.centred)
+        grad_tokens = token_tensor(self.tokens, self.tokens.shape[-1])
+        sums = self._of_landmarks(_padded(self.tokens.shape[-1]) + 1)
+        self._call(
+            "backward", _address(mask), scale, _address(landmarks), _tokens(grad), _address(w), _tokens(values),
+            _address(grad_u), channels, _tokens(grad_tokens), _tokens(grad_values), _address(sums),
+        )  # fmt: skip
+        return grad_tokens, grad_values, sums
+
+    def _of_landmarks(self, channels: int) -> Tensor:
+        return self.tokens.new_empty(*self.points.side.shape[:2], channels)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        _call(name, self.record, *arguments)
+        self.record.known = 1
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    functions = _functions()
+    assert functions is not None, "this backend is chosen where it is available alone"
+    result = functions[name](*arguments)
+    if result < 0:
+        raise MemoryError("the attention found no memory")
+    return result
+
+
+def _readable(tokens: Tensor) -> Tensor:
+    """In float32, channels next to each other."""
+    tokens = tokens.to(torch.float32)
+    return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+
+
+def _tokens(tokens: Tensor | None) -> _Tokens | None:
+    return None if tokens is None else _Tokens(tokens.data_ptr(), *tokens.stride()[:3])
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _padded(channels: int) -> int:
+    return PAD * tiles_of(channels, PAD)
+
+
+def _with_padding(matrix: Tensor) -> Tensor:
+    """In float32, rows next to each other and padded by zeros."""
+    missing = _padded(matrix.shape[-1]) - matrix.shape[-1]
+    matrix = torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix
+    return matrix.to(torch.float32).contiguous()

@@ -1,0 +1,462 @@
+/* Softmax-free attention on a CPU. Compiled when first needed, for the processor at hand.
+
+   Per head, with tokens x (queries or keys), landmarks l, and c the mean landmark, the kernel of a tile of tokens is
+
+       P[j][t] = 2^(side_j . (x_t - c, ||x_t - c||^2, 1)),   side_j = s (l_j - c, -1/2, -||l_j - c||^2 / 2)
+
+   with s = scale log2 e: landmarks are rows, tokens columns. What is as large as the tokens is computed in float32, and every
+   product is multiply() of tiles whose rows are padded to PAD floats; what is as large as the landmarks in float64.
+
+   Sums over tokens are taken over spans whose length depends on the number of tokens alone, then added in order: results
+   depend neither on the number of threads nor on what else is in the batch. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+#define LANES (BYTES / 4)
+#define PAD 16  /* at least LANES */
+#define TILE 64 /* tokens */
+#define ROWS 6  /* of a block whose sums stay in registers, two vectors each */
+#define LOG2_E 1.4426950408889634
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int64_t size;
+
+/* (batch, heads, count, channels), channels next to each other. */
+typedef struct {
+    float *data;
+    size by_batch, by_head, by_token;
+} Tokens;
+
+/* Queries or keys, and landmarks. */
+typedef struct {
+    size batch, heads, count, channels, landmarks, threads;
+    Tokens tokens;
+    const float *centre, *side; /* (batch * heads, channels), (batch * heads, landmarks, channels + 2) */
+    float *kernels;             /* (batch * heads, tiles, landmarks, TILE), kept between passes; or NULL */
+    size known;                 /* whether a pass has filled these */
+} Points;
+
+INLINE size padded(size length) { return (length + PAD - 1) / PAD * PAD; }
+INLINE size tiles_of(size length, size tile) { return (length + tile - 1) / tile; }
+INLINE size smaller(size a, size b) { return a < b ? a : b; }
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+/* 2^x for x <= 0 and a little more; 0 below 2^-126. */
+INLINE vec power_of_two(vec x) {
+    ivec tiny = x < splat(-126.0f);
+    vec magic = splat(12582912.0f), shifted = x + magic, r = x - (shifted - magic); /* |r| <= 1/2 */
+    vec y = splat(1.535336188319500e-4f);
+    y = y * r + 1.339887440266574e-3f;
+    y = y * r + 9.618437357674640e-3f;
+    y = y * r + 5.550332471162809e-2f;
+    y = y * r + 2.402264791363012e-1f;
+    y = y * r + 6.931472028550421e-1f;
+    y = y * r + 1.0f;
+    ivec power = ((ivec)shifted - (ivec)magic + 127) << 23;
+    return (vec)((ivec)(y * (vec)power) & ~tiny);
+}
+
+/* A few rows and one or two vectors of columns of C = A B, or of C + A B. A[i][k] is a[i * ai + k * ak]. */
+INLINE void block(size rows, size vectors, size depth, const float *a, size ai, size ak, const float *b, size bk,
+                  float *c, size ci, int add) {
+    vec sum[ROWS][2];
+    for (size i = 0; i < rows; i++)
+        for (size v = 0; v < vectors; v++) sum[i][v] = add ? *(const vec *)(c + i * ci + v * LANES) : (vec){0};
+    for (size k = 0; k < depth; k++)
+        for (size i = 0; i < rows; i++)
+            for (size v = 0; v < vectors; v++)
+                sum[i][v] += a[i * ai + k * ak] * *(const vec *)(b + k * bk + v * LANES);
+    for (size i = 0; i < rows; i++)
+        for (size v = 0; v < vectors; v++) *(vec *)(c + i * ci + v * LANES) = sum[i][v];
+}
+
+INLINE void strip(size vectors, size rows, size depth, const float *a, size ai, size ak, const float *b, size bk,
+                  float *c, size ci, int add) {
+    for (; rows >= ROWS; rows -= ROWS, a += ROWS * ai, c += ROWS * ci)
+        block(ROWS, vectors, depth, a, ai, ak, b, bk, c, ci, add);
+    switch (rows) { /* so that the compiler knows each number */
+    case 1: block(1, vectors, depth, a, ai, ak, b, bk, c, ci, add); break;
+    case 2: block(2, vectors, depth, a, ai, ak, b, bk, c, ci, add); break;
+    case 3: block(3, vectors, depth, a, ai, ak, b, bk, c, ci, add); break;
+    case 4: block(4, vectors, depth, a, ai, ak, b, bk, c, ci, add); break;
+    case 5: block(5, vectors, depth, a, ai, ak, b, bk, c, ci, add); break;
+    }
+}
+
+/* C (rows x columns, a multiple of PAD) = A (rows x depth) B (depth x columns), or C + A B. */
+static void multiply(size rows, size columns, size depth, const float *a, size ai, size ak, const float *b, size bk,
+                     float *c, size ci, int add) {
+    size j = 0;
+    for (; j + 2 * LANES <= columns; j += 2 * LANES) strip(2, rows, depth, a, ai, ak, b + j, bk, c + j, ci, add);
+    if (j < columns) strip(1, rows, depth, a, ai, ak, b + j, bk, c + j, ci, add);
+}
+
+/* Tokens [begin, end) of a head as TILE rows of `width`, less a centre; 0 in what is left, and where masked. */
+static void load(const Tokens *tokens, size batch, size head, size begin, size end, size channels, size width,
+                 const float *centre, const uint8_t *mask, float *rows) {
+    const float *from = tokens->data + batch * tokens->by_batch + head * tokens->by_head;
+    if (mask || end - begin < TILE || channels < width) memset(rows, 0, sizeof(float) * TILE * width);
+    for (size t = begin; t < end; t++) {
+        if (mask && !mask[t]) continue;
+        const float *token = from + t * tokens->by_token;
+        float *row = rows + (t - begin) * width;
+        if (centre)
+            for (size c = 0; c < channels; c++) row[c] = token[c] - centre[c];
+        else
+            memcpy(row, token, sizeof(float) * channels);
+    }
+}
+
+static void store(const float *rows, size width, const Tokens *tokens, size batch, size head, size begin, size end,
+                  size channels) {
+    float *to = tokens->data + batch * tokens->by_batch + head * tokens->by_head;
+    for (size t = begin; t < end; t++)
+        memcpy(to + t * tokens->by_token, rows + (t - begin) * width, sizeof(float) * channels);
+}
+
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+#ifdef __clang__
+#define SHUFFLE(x, y, i, j, k, l) __builtin_shufflevector(x, y, i, j, k, l)
+#else
+#define SHUFFLE(x, y, i, j, k, l) __builtin_shuffle(x, y, (int32_t __attribute__((vector_size(16)))){i, j, k, l})
+#endif
+
+/* Columns (width, TILE) of rows (TILE, width), in squares of four. */
+static void transpose(const float *rows, size width, float *columns) {
+    for (size c = 0; c < width; c += 4)
+        for (size t = 0; t < TILE; t += 4) {
+            const float *from = rows + t * width + c;
+            float *to = columns + c * TILE + t;
+            quad a = *(const quad *)from, b = *(const quad *)(from + width);
+            quad d = *(const quad *)(from + 2 * width), e = *(const quad *)(from + 3 * width);
+            quad ab = SHUFFLE(a, b, 0, 4, 1, 5), de = SHUFFLE(d, e, 0, 4, 1, 5);
+            *(quad *)to = SHUFFLE(ab, de, 0, 1, 4, 5);
+            *(quad *)(to + TILE) = SHUFFLE(ab, de, 2, 3, 6, 7);
+            ab = SHUFFLE(a, b, 2, 6, 3, 7), de = SHUFFLE(d, e, 2, 6, 3, 7);
+            *(quad *)(to + 2 * TILE) = SHUFFLE(ab, de, 0, 1, 4, 5);
+            *(quad *)(to + 3 * TILE) = SHUFFLE(ab, de, 2, 3, 6, 7);
+        }
+}
+
+/* What a thread works on: a tile of tokens as rows and columns, its kernel, and room for more. */
+typedef struct {
+    float *memory, *rows, *columns, *kernels, *more;
+} Scratch;
+
+static int reserve(Scratch *s, const Points *p, size more) {
+    size own = padded(p->channels);
+    s->memory = aligned_alloc(64, sizeof(float) * TILE * (2 * own + p->landmarks + more));
+    s->rows = s->memory;
+    s->columns = s->rows + TILE * own;
+    s->kernels = s->columns + TILE * own;
+    s->more = s->kernels + TILE * p->landmarks;
+    return !s->memory;
+}
+
+/* P of a tile, (landmarks, TILE), whose centred tokens are `rows`, and `columns` where P was not known. */
+static const float *kernel(const Points *p, Scratch *s, size row, size begin, size end, const uint8_t *mask) {
+    size batch = row / p->heads, head = row % p->heads, own = padded(p->channels);
+    float *values = s->kernels;
+    load(&p->tokens, batch, head, begin, end, p->channels, own, p->centre + row * p->channels, mask, s->rows);
+    if (p->kernels) {
+        values = p->kernels + (row * tiles_of(p->count, TILE) + begin / TILE) * p->landmarks * TILE;
+        if (p->known) return values;
+    }
+    float norms[TILE] = {0};
+    transpose(s->rows, own, s->columns);
+    for (size c = 0; c < p->channels; c++)
+        for (size t = 0; t < TILE; t++) norms[t] += s->columns[c * TILE + t] * s->columns[c * TILE + t];
+    size width = p->channels + 2;
+    const float *side = p->side + row * p->landmarks * width;
+    multiply(p->landmarks, TILE, p->channels, side, width, 1, s->columns, TILE, values, TILE, 0);
+    for (size j = 0; j < p->landmarks; j++)
+        for (size t = 0; t < TILE; t += LANES) {
+            const float *rest = side + j * width + p->channels;
+            vec *value = (vec *)(values + j * TILE + t);
+            *value = power_of_two(*value + (rest[0] * *(const vec *)(norms + t) + rest[1]));
+        }
+    return values;
+}
+
+/* Sums over tokens are taken over so many at a time. */
+static size span_of(size count) { return TILE * tiles_of(count / 64 > 512 ? count / 64 : 512, TILE); }
+
+/* sums (heads, length): of parts (heads, spans, length), added in order. */
+static void add_parts(const float *parts, size heads, size spans, size length, float *sums, size threads) {
+#pragma omp parallel for num_threads(threads)
+    for (size row = 0; row < heads; row++) {
+        memcpy(sums + row * length, parts + row * spans * length, sizeof(float) * length);
+        for (size span = 1; span < spans; span++)
+            for (size i = 0; i < length; i++) sums[row * length + i] += parts[(row * spans + span) * length + i];
+    }
+}
+
+/* The functions below return 0, or -1 if memory is short. A mask is (batch, count), 0 where a key is absent; NULL: all take
+   part. Matrices with a `width` have rows padded by zeros. */
+
+/* sums (batch * heads, landmarks, width) = P V. */
+int softfree_collect(const Points *p, const uint8_t *masks, const Tokens *values, size channels, float *sums) {
+    size span = span_of(p->count), spans = tiles_of(p->count, span), heads = p->batch * p->heads;
+    size width = padded(channels), length = p->landmarks * width;
+    float *parts = spans > 1 ? malloc(sizeof(float) * heads * spans * length) : sums;
+    int failed = 0;
+    if (!parts) return heads ? -1 : 0;
+#pragma omp parallel num_threads(p->threads) reduction(| : failed)
+    {
+        Scratch s;
+        failed |= reserve(&s, p, width);
+#pragma omp for schedule(dynamic)
+        for (size task = 0; task < heads * spans; task++) {
+            size row = task / spans, begin = task % spans * span, end = smaller(begin + span, p->count);
+            const uint8_t *mask = masks ? masks + row / p->heads * p->count : NULL;
+            for (size t = begin; t < end && !failed; t += TILE) {
+                size last = smaller(t + TILE, end);
+                const float *kernels = kernel(p, &s, row, t, last, mask);
+                load(values, row / p->heads, row % p->heads, t, last, channels, width, NULL, mask, s.more);
+                multiply(p->landmarks, width, TILE, kernels, TILE, 1, s.more, width, parts + task * length, width,
+                         t > begin);
+            }
+        }
+        free(s.memory);
+    }
+    if (spans > 1) {
+        if (!failed) add_parts(parts, heads, spans, length, sums, p->threads);
+        free(parts);
+    }
+    return -failed;
+}
+
+/* result = P^T W of W (batch * heads, landmarks, width). */
+int softfree_spread(const Points *p, const float *w, size channels, const Tokens *result) {
+    size tiles = tiles_of(p->count, TILE), heads = p->batch * p->heads, width = padded(channels);
+    int failed = 0;
+#pragma omp parallel num_threads(p->threads) reduction(| : failed)
+    {
+        Scratch s;
+        failed |= reserve(&s, p, width);
+#pragma omp for schedule(dynamic)
+        for (size task = 0; task < heads * tiles; task++) {
+            if (failed) continue;
+            size row = task / tiles, begin = task % tiles * TILE, end = smaller(begin + TILE, p->count);
+            const float *kernels = kernel(p, &s, row, begin, end, NULL);
+            multiply(TILE, width, p->landmarks, kernels, 1, TILE, w + row * p->landmarks * width, width, s.more,
+                     width, 0);
+            store(s.more, width, result, row / p->heads, row % p->heads, begin, end, channels);
+        }
+        free(s.memory);
+    }
+    return -failed;
+}
+
+/* Gradients of tokens as queries, through X = P^T W with dX = grad (NULL: they are keys alone), and as keys, through
+   U = P V (values NULL: they are queries alone). With E = P * (W dX^T + dU V^T),
+
+       d values = P^T dU,   d tokens = scale (E^T L - colsum(E) tokens),   sums = E tokens, rowsum(E),
+
+   tokens and landmarks less the centre. Landmarks are (batch * heads, landmarks, own width), sums likewise with a column
+   more, w and grad_u (batch * heads, landmarks, width). */
+int softfree_backward(const Points *p, const uint8_t *masks, float scale, const float *landmarks, const Tokens *grad,
+                      const float *w, const Tokens *values, const float *grad_u, size channels,
+                      const Tokens *grad_tokens, const Tokens *grad_values, float *sums) {
+    size span = span_of(p->count), spans = tiles_of(p->count, span), heads = p->batch * p->heads, m = p->landmarks;
+    size width = padded(channels), own = padded(p->channels), length = m * (own + 1);
+    float *parts = spans > 1 ? malloc(sizeof(float) * heads * spans * length) : sums;
+    int failed = 0;
+    if (!parts) return heads ? -1 : 0;
+#pragma omp parallel num_threads(p->threads) reduction(| : failed)
+    {
+        Scratch s;
+        failed |= reserve(&s, p, m + 2 * width + own);
+        float *e = s.more, *loaded = e + TILE * m, *columns = loaded + TILE * width, *found = columns + TILE * width;
+#pragma omp for schedule(dynamic)
+        for (size task = 0; task < heads * spans; task++) {
+            size row = task / spans, batch = row / p->heads, head = row % p->heads;
+            size begin = task % spans * span, end = smaller(begin + span, p->count);
+            const uint8_t *mask = masks ? masks + batch * p->count : NULL;
+            float *part = parts + task * length;
+            for (size t = begin; t < end && !failed; t += TILE) {
+                size last = smaller(t + TILE, end);
+                /* A masked token that is a query, too, has its own gradient as such. */
+                const float *kernels = kernel(p, &s, row, t, last, grad ? NULL : mask);
+                if (grad) {
+                    load(grad, batch, head, t, last, channels, width, NULL, NULL, loaded);
+                    transpose(loaded, width, columns);
+                    multiply(m, TILE, channels, w + row * m * width, width, 1, columns, TILE, e, TILE, 0);
+                }
+                if (values) {
+                    load(values, batch, head, t, last, channels, width, NULL, mask, loaded);
+                    transpose(loaded, width, columns);
+                    multiply(m, TILE, channels, grad_u + row * m * width, width, 1, columns, TILE, e, TILE, !!grad);
+                    multiply(TILE, width, m, kernels, 1, TILE, grad_u + row * m * width, width, loaded, width, 0);
+                    for (size i = t; mask && i < last; i++)
+                        if (!mask[i]) memset(loaded + (i - t) * width, 0, sizeof(float) * width);
+                    store(loaded, width, grad_values, batch, head, t, last, channels);
+                }
+                vec by_token[TILE / LANES] = {0};
+                for (size j = 0; j < m; j++) {
+                    vec lanes = {0};
+                    for (size i = 0; i < TILE / LANES; i++) {
+                        vec *at = (vec *)(e + j * TILE) + i;
+                        *at *= ((const vec *)(kernels + j * TILE))[i];
+                        by_token[i] += *at;
+                        lanes += *at;
+                    }
+                    float *sum = part + j * (own + 1) + own, by_landmark = t > begin ? *sum : 0;
+                    for (size i = 0; i < LANES; i++) by_landmark += lanes[i];
+                    *sum = by_landmark;
+                }
+                multiply(m, own, TILE, e, TILE, 1, s.rows, own, part, own + 1, t > begin);
+                multiply(TILE, own, m, e, 1, TILE, landmarks + row * m * own, own, found, own, 0);
+                for (size i = 0; i < TILE; i++) {
+                    float total = by_token[i / LANES][i % LANES];
+                    for (size c = 0; c < own; c++)
+                        found[i * own + c] = scale * (found[i * own + c] - total * s.rows[i * own + c]);
+                }
+                store(found, own, grad_tokens, batch, head, t, last, p->channels);
+            }
+        }
+        free(s.memory);
+    }
+    if (spans > 1) {
+        if (!failed) add_parts(parts, heads, spans, length, sums, p->threads);
+        free(parts);
+    }
+    return -failed;
+}
+
+/* Landmarks less their mean, (batch * heads, landmarks, channels), that mean, `side` as in Points, and A = kappa(L, L),
+   (batch * heads, landmarks, landmarks). A landmark that is masked by 0 in (batch, landmarks) is like none but itself. Gives
+   the largest ||l - c||^2, or -1 if memory is short. */
+double softfree_prepare(const Tokens *landmarks, const uint8_t *masks, size batch, size heads, size m, size channels,
+                        double scale, float *centre, double *centred, float *side, double *a, size threads) {
+    double farthest = 0;
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) reduction(max : farthest) reduction(| : failed)
+    for (size row = 0; row < batch * heads; row++) {
+        const float *from = landmarks->data + row / heads * landmarks->by_batch + row % heads * landmarks->by_head;
+        const uint8_t *mask = masks ? masks + row / heads * m : NULL;
+        double *points = malloc(sizeof(double) * channels * m), *own = centred + row * m * channels;
+        double *products = a + row * m * m, *norms = malloc(sizeof(double) * m);
+        failed |= !points || !norms;
+        if (!failed) {
+            size present = 0;
+            for (size j = 0; j < m; j++) present += !mask || mask[j];
+            for (size c = 0; c < channels; c++) { /* points: channels are rows */
+                double sum = 0;
+                for (size j = 0; j < m; j++) {
+                    points[c * m + j] = mask && !mask[j] ? 0 : from[j * landmarks->by_token + c];
+                    sum += points[c * m + j];
+                }
+                sum /= present ? present : 1;
+                centre[row * channels + c] = sum;
+                for (size j = 0; j < m; j++) own[j * channels + c] = points[c * m + j] -= sum;
+            }
+            memset(products, 0, sizeof(double) * m * m);
+            for (size i = 0; i < m; i++)
+                for (size c = 0; c < channels; c++)
+                    for (size j = 0; j < m; j++) products[i * m + j] += points[c * m + i] * points[c * m + j];
+            for (size j = 0; j < m; j++) {
+                float *of = side + (row * m + j) * (channels + 2);
+                norms[j] = products[j * m + j];
+                if (norms[j] > farthest) farthest = norms[j];
+                for (size c = 0; c < channels; c++) of[c] = scale * LOG2_E * own[j * channels + c];
+                of[channels] = -0.5 * scale * LOG2_E;
+                of[channels + 1] = mask && !mask[j] ? -INFINITY : of[channels] * norms[j];
+            }
+            for (size i = 0; i < m; i++)
+                for (size j = 0; j <= i; j++) {
+                    double distance = norms[i] + norms[j] - 2 * products[i * m + j], value = i == j;
+                    if (!mask || (mask[i] && mask[j])) value = exp(-0.5 * scale * (distance < 0 ? 0 : distance));
+                    products[i * m + j] = products[j * m + i] = value;
+                }
+        }
+        free(points);
+        free(norms);
+    }
+    return failed ? -1 : farthest;
+}
+
+typedef double dvec __attribute__((vector_size(BYTES), aligned(8), may_alias));
+
+/* PAD columns of row -= sum over k < count of factors[k * stride] rows[k]. */
+INLINE void subtract(double *row, size count, const double *factors, size stride, const double *rows, size width) {
+    enum { vectors = PAD * sizeof(double) / BYTES };
+    dvec sum[vectors];
+    for (size v = 0; v < vectors; v++) sum[v] = ((const dvec *)row)[v];
+    for (size k = 0; k < count; k++)
+        for (size v = 0; v < vectors; v++) sum[v] -= factors[k * stride] * ((const dvec *)(rows + k * width))[v];
+    for (size v = 0; v < vectors; v++) ((dvec *)row)[v] = sum[v];
+}
+
+/* y (m, width) becomes C^-1 y, or C^-T y if `transposed`, of C^T, upper triangular, and 1 over its diagonal. */
+static void divide(double *y, size m, size width, const double *factor, const double *pivot, int transposed) {
+    for (size column = 0; column < width; column += PAD)
+        for (size step = 0; step < m; step++) {
+            size i = transposed ? m - 1 - step : step;
+            double *row = y + i * width + column;
+            if (transposed)
+                subtract(row, step, factor + i * m + i + 1, 1, row + width, width);
+            else
+                subtract(row, step, factor + i, m, y + column, width);
+            for (size c = 0; c < PAD; c++) row[c] *= pivot[i];
+        }
+}
+
+/* W = root Y root U, with Y = G (order 1) or G + ridge G^2 and G = (A + ridge I)^-1; root is D^-1/2 with D = diag(A 1), or 1.
+   U and W are (heads, landmarks, width). inverse = C^-1 of A + ridge I = C C^T, (heads, landmarks, landmarks); or NULL. */
+int softfree_solve(const double *a, size heads, size m, double ridge, size order, size normalize, const float *u,
+                   size channels, float *inverse, float *w, size threads) {
+    size width = padded(channels), wide = padded(m), room = m * (width > wide ? width : wide);
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : failed)
+    for (size row = 0; row < heads; row++) {
+        const float *from = u + row * m * width;
+        double *memory = malloc(sizeof(double) * (m * m + m * width + room + 2 * m));
+        double *factor = memory, *x = factor + m * m, *y = x + m * width, *root = y + room, *pivot = root + m;
+        failed |= !memory;
+        if (!memory) continue;
+        memcpy(factor, a + row * m * m, sizeof(double) * m * m);
+        for (size i = 0; i < m; i++) {
+            double sum = 0;
+            for (size j = 0; j < m; j++) sum += factor[i * m + j];
+            root[i] = normalize ? 1 / sqrt(sum) : 1;
+            factor[i * m + i] += ridge;
+            for (size c = 0; c < width; c++) y[i * width + c] = x[i * width + c] = root[i] * from[i * width + c];
+        }
+        for (size k = 0; k < m; k++) { /* C^T, row by row */
+            pivot[k] = 1 / sqrt(factor[k * m + k]);
+            for (size j = k; j < m; j++) factor[k * m + j] *= pivot[k];
+            for (size i = k + 1; i < m; i++)
+                for (size j = i; j < m; j++) factor[i * m + j] -= factor[k * m + i] * factor[k * m + j];
+        }
+        for (size turn = 0; turn < order; turn++) { /* y = G x, then G (x + ridge G x) */
+            if (turn > 0)
+                for (size i = 0; i < m * width; i++) y[i] = x[i] + ridge * y[i];
+            divide(y, m, width, factor, pivot, 0);
+            divide(y, m, width, factor, pivot, 1);
+        }
+        for (size i = 0; i < m; i++)
+            for (size c = 0; c < width; c++) w[(row * m + i) * width + c] = root[i] * y[i * width + c];
+        if (inverse) {
+            memset(y, 0, sizeof(double) * m * wide);
+            for (size i = 0; i < m; i++) y[i * wide + i] = 1;
+            divide(y, m, wide, factor, pivot, 0);
+            for (size i = 0; i < m; i++)
+                for (size j = 0; j < m; j++) inverse[(row * m + i) * m + j] = y[i * wide + j];
+        }
+        free(memory);
+    }
+    return -failed;
+}
