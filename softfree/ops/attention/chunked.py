@@ -54,7 +54,7 @@ def forward(
     The last two are left out where they are not to be ``keep``-t.
     """
     q, k, v, _, key_mask, _ = inputs
-    points = Landmarks(inputs, settings.scale)
+    points = _Landmarks(inputs, settings.scale)
     a = points.matrix()
     inverse = invert_landmarks(a, settings.inverse, points.dtype)
     x = token_tensor(q, v.shape[-1])
@@ -71,10 +71,10 @@ def forward(
             points.product(_of(x, batch, chunk), queries.kernel(batch, chunk), w)
     if not keep:
         return x, LEFT_OUT, LEFT_OUT
-    return x, *kept(inverse, u, inputs, settings)
+    return x, *to_keep(inverse, u, inputs, settings)
 
 
-def kept(
+def to_keep(
     inverse: Tensor, u: Tensor, inputs: Inputs, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor]:
     """The inverse and U for the backward pass."""
@@ -110,7 +110,7 @@ def backward(
     ``dQ = scale (E L - rowsum(E) Q)`` and ``dL = scale (E^T Q - colsum(E) L)``.
     """
     q, k, v, landmarks, key_mask, _ = inputs
-    points = Landmarks(inputs, settings.scale)
+    points = _Landmarks(inputs, settings.scale)
     a, inverse = points.matrix(), inverse.flatten(0, 1).to(points.wide)
     kept = u.numel() > 0
     u = u.flatten(0, 1) if kept else points.empty(v.shape[-1])
@@ -174,7 +174,7 @@ def backward(
     return grad_q, grad_k, grad_v, grad_landmarks.to(landmarks.dtype).view(landmarks.shape)
 
 
-class Landmarks:
+class _Landmarks:
     """Landmarks prepared once for all chunks: centred, as one side of the exponent; and buffers that chunks share.
 
     dtype, wide: of what is as large as the tokens, and of the m x m part.
@@ -202,8 +202,8 @@ class Landmarks:
         self.values, self.centred = values, values - centre
         norms = torch.linalg.vector_norm(self.centred, dim=-1).square_()
         farthest = scale * norms.max().item() if self.on_cpu and norms.numel() > 0 else 0.0
-        self.far, self.apart = farthest > FAR, farthest > APART
-        kind = self.wide if self.far else self.dtype
+        self.apart = farthest > APART
+        kind = self.wide if farthest > FAR else self.dtype
         self.centre = centre.to(kind).view(-1, self.heads, 1, centre.shape[2])
         self.wide_side = torch.nn.functional.pad(self.centred, (0, 2), value=-0.5)
         self.wide_side[..., -1].mul_(norms)
@@ -293,7 +293,7 @@ class Landmarks:
 class _Tokens:
     """Queries or keys, and their kernel with the landmarks, a chunk at a time."""
 
-    def __init__(self, name: str, tokens: Tensor, landmarks: Landmarks):
+    def __init__(self, name: str, tokens: Tensor, landmarks: _Landmarks):
         self.name = name
         self.tokens = tokens
         self.landmarks = landmarks

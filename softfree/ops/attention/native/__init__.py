@@ -100,7 +100,9 @@ def forward(
         inverse = invert_landmarks(points.matrix, settings.inverse, torch.float32)
         w = mix(u, points.matrix, inverse, settings)
     x = queries.spread(w).to(inputs.q.dtype)
-    return (x, *chunked.kept(inverse, u, inputs, settings)) if keep else (x, LEFT_OUT, LEFT_OUT)
+    if not keep:
+        return x, LEFT_OUT, LEFT_OUT
+    return x, *chunked.to_keep(inverse, u, inputs, settings)
 
 
 def backward(
