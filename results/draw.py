@@ -2,10 +2,10 @@
 
     python results/draw.py
 
-Writes 2026-11-15_nvidia-h200_accuracy.png, top-1 against training speed and against the size of the test pictures; and
-with 2026-11-16_nvidia-h200_ before its name: overview.png, time against tokens beside a heat map; training.png, top-1
-against epochs; precision.png, loss and gradient norm against steps in three precisions; longrange.png, accuracy against
-steps of Long Range Arena. Also, from the figures of `softfree benchmark`, what its --draw draws: times, memory, throughput.
+Writes 2026-11-18_nvidia-h200_overview.png, time against tokens beside a heat map; 2026-11-15_nvidia-h200_accuracy.png, top-1
+against training speed and against the size of the test pictures; and with 2026-11-16_nvidia-h200_ before its name:
+training.png, top-1 against epochs; precision.png, loss and gradient norm against steps in three precisions; longrange.png,
+accuracy against steps of Long Range Arena. Also, from the figures of `softfree benchmark`, what its --draw draws: times, memory, throughput.
 """
 
 import csv
@@ -23,17 +23,18 @@ from softfree.analysis.plots import COLOURS, new_figure, save_figure
 
 RESULTS = Path(__file__).parent
 FIRST, SECOND = "2026-11-15_nvidia-h200", "2026-11-16_nvidia-h200"
+LAST = "2026-11-18_nvidia-h200"
 CPU = "2026-11-15_amd-epyc"
 TRAINED_AT = "128"  # pixels of a picture's side
 TEST_PICTURES = 5000  # 50 of each of the 100 classes
 ATTENTIONS = ("softpp", "soft", "softmax", "linformer", "performer", "nystromformer")
 NAMES = {attention: plots.LABELS[attention].partition(" (")[0] for attention in ATTENTIONS}
-HEAT_MAPS = "2026-11-16_amd-epyc_heatmap_own.jpg"
-# Pixels in it: the photo and the maps of one model's heads.
+HEAT_MAPS = "2026-11-18_amd-epyc_heatmap_own.jpg"
+# Pixels in it: the photo and the maps of two heads.
 HEAT_MAPS_BOXES = {
     "photo": (11, 67, 210, 246),
-    "head 1": (267, 307, 466, 486),
-    "head 3": (688, 307, 887, 486),
+    "stage 2": (267, 307, 466, 486),
+    "stage 3": (688, 547, 887, 726),
 }
 # Where a label is, if not above: its distance in points, and which of its sides is there.
 LABELS = {
@@ -192,7 +193,7 @@ def read_costs(rows: list[Row]) -> list[Cost]:
 
 def draw_overview() -> None:
     """Softmax beside softfree: time against tokens, and where a patch attends to."""
-    rows = read("attention_solve", SECOND)
+    rows = read("attention_solve", LAST)
     figure = new_figure(11, 3.9)
     left, *right = figure.subplots(1, 4, width_ratios=(2.3, 1, 1, 1))
     costs = read_costs(rows)
@@ -237,8 +238,8 @@ def draw_overview() -> None:
         axes.imshow(maps.crop(box))
         axes.set(xticks=[], yticks=[])
         axes.set_title(words, fontsize=9)
-    right[1].set_xlabel("where the marked patch attends to, in softfree_tiny", fontsize=9)
-    save_figure(figure, RESULTS / f"{SECOND}_overview.png", "figure")
+    right[1].set_xlabel("where the marked patch attends to, in a small softfree model", fontsize=9)
+    save_figure(figure, RESULTS / f"{LAST}_overview.png", "figure")
 
 
 def draw_measured() -> None:
