@@ -41,6 +41,7 @@ from softfree.data.classification import load_images
 from softfree.data.images import ImageFiles, MapData, UnreadableImageError, open_image
 from softfree.data.listops import PAD, Samples
 from softfree.models.checks import check_at_least
+from softfree.ops.shared.compiled_c import cache_folder
 
 logger = logging.getLogger(__name__)
 SPLIT_SEED = 0
@@ -149,8 +150,6 @@ def load_longrange(
     """
     task = find_task(name)
     if name == "listops":
-        # The user's cache folder, if no other is given.
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softfree"
         files = listops.find_files(Path(data_dir)) if data_dir else {}
         if files:
             found = {split: listops.read_file(path) for split, path in files.items()}
@@ -158,7 +157,7 @@ def load_longrange(
                 sizes = " / ".join(f"{len(split.labels):,}" for split in found.values())
                 logger.info("listops: LRA's own samples in %s, %s", files["train"].parent, sizes)
         else:
-            found = listops.load(data_dir or cache, listops_sizes, seed)
+            found = listops.load(data_dir or cache_folder(), listops_sizes, seed)
         splits = (PackedSequences(found[name], 0, task.length) for name in ("train", "dev", "test"))
         return LongRangeData(task, tuple(map(str, range(10))), *splits)
     if name == "twins":

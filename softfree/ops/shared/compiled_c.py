@@ -47,7 +47,7 @@ def compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: ``SOFTFREE_CACHE``, or ``softfree`` in the user's folder for caches."""
+    """Where softfree keeps what it can make again: ``SOFTFREE_CACHE``, or ``softfree`` in the user's folder for caches."""
     chosen = os.environ.get("SOFTFREE_CACHE")
     if chosen:
         return Path(chosen)

@@ -85,9 +85,9 @@ def long_inputs(tokens: int) -> list[torch.Tensor]:
     return [t.requires_grad_() for t in (q, v, landmarks)]
 
 
-def attend(inputs: list[torch.Tensor], backend: str = "torch", **settings) -> torch.Tensor:
+def attend(inputs: list[torch.Tensor], **settings) -> torch.Tensor:
     q, v, landmarks = inputs
-    return softfree.soft_attention(q, None, v, landmarks, backend=backend, **settings)
+    return softfree.soft_attention(q, None, v, landmarks, backend="torch", **settings)
 
 
 def test_the_memory_probe_sees_what_an_operator_allocates():

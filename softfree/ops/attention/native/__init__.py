@@ -48,10 +48,12 @@ class _Points(ctypes.Structure):
 
 POINTS, TOKENS = ctypes.POINTER(_Points), ctypes.POINTER(_Tokens)
 ARGUMENTS = {
-    "collect": (POINTS, ADDRESS, TOKENS, SIZE, ADDRESS),
+    "spans": (SIZE,),
+    "collect": (POINTS, ADDRESS, TOKENS, SIZE, ADDRESS, ADDRESS),
     "spread": (POINTS, ADDRESS, SIZE, TOKENS),
     "backward": (
-        POINTS, ADDRESS, ctypes.c_float, ADDRESS, TOKENS, ADDRESS, TOKENS, ADDRESS, SIZE, TOKENS, TOKENS, ADDRESS,
+        POINTS, ADDRESS, ctypes.c_float, ADDRESS, TOKENS, ADDRESS, TOKENS, ADDRESS, SIZE, TOKENS, TOKENS,
+        ADDRESS, ADDRESS,
     ),
     "prepare": (TOKENS, ADDRESS, *[SIZE] * 4, ctypes.c_double, *[ADDRESS] * 4, SIZE),
     "solve": (ADDRESS, SIZE, SIZE, ctypes.c_double, SIZE, SIZE, ADDRESS, SIZE, ADDRESS, ADDRESS, SIZE),
@@ -66,6 +68,7 @@ def _functions() -> dict | None:
     functions = {name: getattr(library, f"softfree_{name}") for name in ARGUMENTS}
     for name, function in functions.items():
         function.argtypes = ARGUMENTS[name]
+    functions["spans"].restype = SIZE
     functions["prepare"].restype = ctypes.c_double
     return functions
 
@@ -198,8 +201,10 @@ class _Passes:
         """``U = P V``, (batch * heads, m, channels), of values (batch, heads, n, channels)."""
         values, channels = _readable(values), values.shape[-1]
         mask = None if mask is None else mask.contiguous()
-        sums = self._of_landmarks(_padded(channels))
-        self._call("collect", _address(mask), _tokens(values), channels, _address(sums))
+        parts, sums = self._room_for_sums(_padded(channels))
+        self._call(
+            "collect", _address(mask), _tokens(values), channels, _address(parts), _address(sums)
+        )
         return sums[..., :channels]
 
     def spread(self, w: Tensor) -> Tensor:
@@ -235,15 +240,20 @@ class _Passes:
         mask = None if mask is None else mask.contiguous()
         landmarks = _with_padding(self.points.centred)
         grad_tokens = token_tensor(self.tokens, self.tokens.shape[-1])
-        sums = self._of_landmarks(_padded(self.tokens.shape[-1]) + 1)
+        parts, sums = self._room_for_sums(_padded(self.tokens.shape[-1]) + 1)
         self._call(
             "backward", _address(mask), scale, _address(landmarks), _tokens(grad), _address(w), _tokens(values),
-            _address(grad_u), channels, _tokens(grad_tokens), _tokens(grad_values), _address(sums),
+            _address(grad_u), channels, _tokens(grad_tokens), _tokens(grad_values), _address(parts),
+            _address(sums),
         )  # fmt: skip
         return grad_tokens, grad_values, sums
 
-    def _of_landmarks(self, channels: int) -> Tensor:
-        return self.tokens.new_empty(*self.points.side.shape[:2], channels)
+    def _room_for_sums(self, channels: int) -> tuple[Tensor, Tensor]:
+        """Over the spans of the tokens, (batch * heads, spans, m, channels), and over all, (batch * heads, m, channels)."""
+        heads, m, _ = self.points.side.shape
+        spans = _call("spans", self.tokens.shape[2])
+        sums = self.tokens.new_empty(heads, m, channels)
+        return sums if spans == 1 else sums.new_empty(heads, spans, m, channels), sums
 
     def _call(self, name: str, *arguments: Any) -> None:
         _call(name, self.record, *arguments)

@@ -193,8 +193,11 @@ static const float *kernel(const Points *p, Scratch *s, size row, size begin, si
 /* Sums over tokens are taken over so many at a time. */
 static size span_of(size count) { return TILE * tiles_of(count / 64 > 512 ? count / 64 : 512, TILE); }
 
-/* sums (heads, length): of parts (heads, spans, length), added in order. */
+size softfree_spans(size count) { return tiles_of(count, span_of(count)); }
+
+/* sums (heads, length): of parts (heads, spans, length), added in order; the same memory where there is one span. */
 static void add_parts(const float *parts, size heads, size spans, size length, float *sums, size threads) {
+    if (parts == sums) return;
 #pragma omp parallel for num_threads(threads)
     for (size row = 0; row < heads; row++) {
         memcpy(sums + row * length, parts + row * spans * length, sizeof(float) * length);
@@ -204,15 +207,14 @@ static void add_parts(const float *parts, size heads, size spans, size length, f
 }
 
 /* The functions below return 0, or -1 if memory is short. A mask is (batch, count), 0 where a key is absent; NULL: all take
-   part. Matrices with a `width` have rows padded by zeros. */
+   part. Matrices with a `width` have rows padded by zeros. Parts are room for sums of spans, (batch * heads, spans, ...). */
 
 /* sums (batch * heads, landmarks, width) = P V. */
-int softfree_collect(const Points *p, const uint8_t *masks, const Tokens *values, size channels, float *sums) {
+int softfree_collect(const Points *p, const uint8_t *masks, const Tokens *values, size channels, float *parts,
+                     float *sums) {
     size span = span_of(p->count), spans = tiles_of(p->count, span), heads = p->batch * p->heads;
     size width = padded(channels), length = p->landmarks * width;
-    float *parts = spans > 1 ? malloc(sizeof(float) * heads * spans * length) : sums;
     int failed = 0;
-    if (!parts) return heads ? -1 : 0;
 #pragma omp parallel num_threads(p->threads) reduction(| : failed)
     {
         Scratch s;
@@ -231,10 +233,7 @@ int softfree_collect(const Points *p, const uint8_t *masks, const Tokens *values
         }
         free(s.memory);
     }
-    if (spans > 1) {
-        if (!failed) add_parts(parts, heads, spans, length, sums, p->threads);
-        free(parts);
-    }
+    if (!failed) add_parts(parts, heads, spans, length, sums, p->threads);
     return -failed;
 }
 
@@ -269,12 +268,10 @@ int softfree_spread(const Points *p, const float *w, size channels, const Tokens
    more, w and grad_u (batch * heads, landmarks, width). */
 int softfree_backward(const Points *p, const uint8_t *masks, float scale, const float *landmarks, const Tokens *grad,
                       const float *w, const Tokens *values, const float *grad_u, size channels,
-                      const Tokens *grad_tokens, const Tokens *grad_values, float *sums) {
+                      const Tokens *grad_tokens, const Tokens *grad_values, float *parts, float *sums) {
     size span = span_of(p->count), spans = tiles_of(p->count, span), heads = p->batch * p->heads, m = p->landmarks;
     size width = padded(channels), own = padded(p->channels), length = m * (own + 1);
-    float *parts = spans > 1 ? malloc(sizeof(float) * heads * spans * length) : sums;
     int failed = 0;
-    if (!parts) return heads ? -1 : 0;
 #pragma omp parallel num_threads(p->threads) reduction(| : failed)
     {
         Scratch s;
@@ -329,10 +326,7 @@ int softfree_backward(const Points *p, const uint8_t *masks, float scale, const 
         }
         free(s.memory);
     }
-    if (spans > 1) {
-        if (!failed) add_parts(parts, heads, spans, length, sums, p->threads);
-        free(parts);
-    }
+    if (!failed) add_parts(parts, heads, spans, length, sums, p->threads);
     return -failed;
 }
 
