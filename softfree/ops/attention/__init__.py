@@ -1,4 +1,7 @@
-"""The operator, its inverse and their gradients; :mod:`softfree.ops.attention.reference` is the definition."""
+"""The attention operator, its inverse and their gradients.
+
+:mod:`softfree.ops.attention.reference` is the definition.
+"""
 
 from softfree.ops.attention.inverse import newton_inverse, newton_residuals
 from softfree.ops.attention.operator import BACKENDS, check_backend, soft_attention

@@ -1,20 +1,21 @@
-"""The operator in plain PyTorch at a bounded memory: backend ``"torch"``, for any device and dtype.
+"""The operator in plain PyTorch in bounded memory: backend ``"torch"``, for any device and dtype.
 
-Tokens are read in chunks whose kernel values stay in the processor's cache. Those of the first chunks are kept
-for the second pass, the others computed again. Nothing of size n x m outlives a call: beside the result,
-the forward pass keeps O(m^2 + m d) per head for the backward pass. Buffers are made once per call and
-reused by every chunk, since on a CPU fresh memory costs more than the arithmetic done in it; and a call of few tokens
-is made of few calls of PyTorch's, each of which costs as much as thousands of products.
+Tokens are read in chunks whose kernel values stay in the processor's cache. A few chunks' values are kept for
+the second pass; the others are computed again. Nothing of size n x m outlives a call: besides the result, the
+forward pass keeps O(m^2 + m d) per head for the backward pass. Buffers are allocated once per call and reused
+by every chunk, because on a CPU fresh memory costs more than the arithmetic done in it. A call with few
+tokens makes few PyTorch calls, because each of them costs as much as thousands of multiplications.
 
-Kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = x - c``,
+The kernel values of a chunk come from one matrix product. With ``c`` the mean landmark and ``x~ = x - c``,
 
     -||q - l||^2 / 2 = q~ . l~ - ||q~||^2 / 2 - ||l~||^2 / 2 = (q~, ||q~||^2, 1) . (l~, -1/2, -||l~||^2 / 2),
 
 where the shift by ``c`` keeps the terms as small as the distances themselves, so that their difference
-stays accurate. The 1 also gives the backward pass its sums over tokens. The scale has a factor log2 e, since
-powers of 2 are several times as fast as those of e on some processors.
+stays accurate. The 1 also gives the backward pass its sums over tokens. The scale includes a factor log2 e,
+because powers of 2 are several times faster than powers of e on some processors.
 
-Inside, heads are rows: (batch * heads, ...). On a CPU the m x m part is computed in float64, which costs little there.
+Internally batch and heads are one dimension: (batch * heads, ...). On a CPU the m x m part is computed in
+float64, which costs little there.
 """
 
 import functools
@@ -31,27 +32,27 @@ from softfree.ops.shared.precision import compute_dtype
 from softfree.ops.shared.registration import LEFT_OUT
 from softfree.ops.shared.shapes import tiles_of, token_tensor
 
-# Kernel values a chunk may hold. On a CPU they are meant to stay in cache; elsewhere launches should be
-# few.
+# Kernel values per chunk. On a CPU they should stay in the cache; elsewhere launches should be few.
 CHUNK_ELEMENTS = {"cpu": 2**19}
 CHUNK_ELEMENTS_ELSEWHERE = 2**25
-# Chunks whose kernels are kept for the second pass; elsewhere the last alone. More memory than this the allocator
-# returns to the system after each call, and new pages cost as much as computing again.
+# Chunks whose kernels are kept for the second pass; on other devices only the last one is. With more than
+# this, the allocator would return the memory to the system after each call, and new pages cost as much as
+# computing again.
 KEPT_CHUNKS = {"cpu": 3}
-# Beyond this scale * ||l - c||^2 the float32 terms of the exponent cancel too many digits, and the product
-# is taken in float64; where that would cancel as many, differences are. On a CPU only: elsewhere looking
-# would wait for the device.
+# If scale * ||l - c||^2 exceeds FAR, the float32 terms of the exponent cancel too many digits, and the
+# product is computed in float64. Beyond APART, float64 would cancel as many, and differences are used
+# instead. On a CPU only: elsewhere the check would have to wait for the device.
 FAR = 32.0
 APART = FAR * 2**29
-FEW_TOKENS = 1024  # up to so many, U is computed again for the backward pass instead of kept
+FEW_TOKENS = 1024  # up to this many, U is computed again for the backward pass instead of kept
 
 
 def forward(
     inputs: Inputs, settings: AttentionSettings, keep: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), ``U = P V`` in :func:`sums_shape`.
+    """Result (batch, heads, n_q, d_v), inverse (batch, heads, m, m), and ``U = P V`` in :func:`sums_shape`.
 
-    The last two are left out where they are not to be ``keep``-t.
+    Without ``keep`` the last two are left out.
     """
     q, k, v, _, key_mask, _ = inputs
     points = _Landmarks(inputs, settings.scale)
@@ -67,7 +68,7 @@ def forward(
         for chunk in key_chunks:
             keys.collect(sums, v, key_mask, batch, chunk)
         w = mix(sums, _of(a, rows), _of(inverse, rows), settings).to(points.dtype)
-        for chunk in reversed(query_chunks):  # the last chunk's kernel is still there
+        for chunk in reversed(query_chunks):  # the last chunk's kernel is still available
             points.product(_of(x, batch, chunk), queries.kernel(batch, chunk), w)
     if not keep:
         return x, LEFT_OUT, LEFT_OUT
@@ -78,7 +79,7 @@ def to_keep(
     inverse: Tensor, u: Tensor, inputs: Inputs, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor]:
     """The inverse and U for the backward pass."""
-    # LAPACK's columns lie next to each other; operators promise rows.
+    # LAPACK returns column-major matrices; operators promise row-major ones.
     rows = torch.empty(inverse.shape, dtype=u.dtype, device=u.device).copy_(inverse)
     shape = sums_shape(inputs.v, inputs.landmarks)
     u = u.contiguous().view(shape) if math.prod(shape) == u.numel() else u.new_empty(shape)
@@ -86,15 +87,15 @@ def to_keep(
 
 
 def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, ...]:
-    """Of what :func:`forward` keeps of the inverse."""
+    """The shape of the inverse that :func:`forward` keeps."""
     batch, heads, m, _ = landmarks.shape
     return batch, heads, m, m
 
 
 def sums_shape(v: Tensor, landmarks: Tensor) -> tuple[int, ...]:
-    """Of U as kept for the backward pass: empty where tokens are few, and U is not small beside them."""
+    """The shape of U as kept for the backward pass: empty for few tokens, next to which U is not small."""
     batch, heads, m, _ = landmarks.shape
-    # Not by a comparison, which would fix a compiled program to one side of it.
+    # Not a comparison: that would specialize a compiled program to its outcome.
     many = torch.sym_min(1, v.shape[2] // (FEW_TOKENS + 1))
     return batch, heads, m * many, v.shape[3]
 
@@ -102,12 +103,12 @@ def sums_shape(v: Tensor, landmarks: Tensor) -> tuple[int, ...]:
 def backward(
     grad: Tensor, inputs: Inputs, inverse: Tensor, u: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k (an empty tensor where k is None), v and landmarks.
+    """Gradients of q, k (an empty tensor if k is None), v and landmarks.
 
-    ``dW = R^T G`` and, unless it was kept, ``U = P V`` again; then ``dU = Y'^T dW`` and ``dY' = dW U^T``; a
-    second pass gives the tokens' gradients.
-    With ``E = R * (G W^T)`` for queries and ``E = P^T * (V dU^T)`` for keys, the exponential's part is
-    ``dQ = scale (E L - rowsum(E) Q)`` and ``dL = scale (E^T Q - colsum(E) L)``.
+    The first pass computes ``dW = R^T G`` and, unless it was kept, ``U = P V`` again. Then ``dU = Y'^T dW``
+    and ``dY' = dW U^T``. A second pass computes the tokens' gradients. With ``E = R * (G W^T)`` for queries
+    and ``E = P^T * (V dU^T)`` for keys, the exponential contributes ``dQ = scale (E L - rowsum(E) Q)`` and
+    ``dL = scale (E^T Q - colsum(E) L)``.
     """
     q, k, v, landmarks, key_mask, _ = inputs
     points = _Landmarks(inputs, settings.scale)
@@ -128,7 +129,7 @@ def backward(
         for chunk in query_chunks:
             g = load("grad", _of(grad, batch, chunk))
             _add_product(grad_sums, queries.kernel(batch, chunk).mT, g, chunk)
-            if k is None and not kept:  # the chunk's kernel is still there
+            if k is None and not kept:  # the chunk's kernel is still available
                 keys.collect(sums, v, key_mask, batch, chunk)
         for chunk in () if k is None or kept else key_chunks:
             keys.collect(sums, v, key_mask, batch, chunk)
@@ -163,7 +164,7 @@ def backward(
         for chunk in reversed(key_chunks):
             p, values = keys.kernel(batch, chunk), load("values", _of(v, batch, chunk))
             points_of = keys.points(batch, chunk)
-            if key_mask is not None:  # NaN at a masked key must reach no gradient
+            if key_mask is not None:  # NaN at a masked key must not reach any gradient
                 p, values = _masked(p, values, key_mask[batch, chunk])
                 points_of.masked_fill_(_absent(key_mask[batch, chunk], points_of), 0)
             e = torch.bmm(values, grad_u.mT, out=points.buffer("scores", p.shape))
@@ -175,11 +176,13 @@ def backward(
 
 
 class _Landmarks:
-    """Landmarks prepared once for all chunks: centred, as one side of the exponent; and buffers that chunks share.
+    """Landmarks prepared once for all chunks: centred, as one side of the exponent. Also the shared buffers.
 
-    dtype, wide: of what is as large as the tokens, and of the m x m part.
-    values, centred: (batch * heads, m, d), wide; 0 where masked, and 0 less the centre.
-    side: (batch * heads, m, d + 2), to be multiplied with tokens.
+    dtype: dtype of tensors as large as the tokens.
+    wide: dtype of the m x m part.
+    values: (batch * heads, m, d), wide; 0 where masked.
+    centred: ``values`` minus the centre.
+    side: (batch * heads, m, d + 2), the factor that tokens are multiplied by.
     """
 
     def __init__(self, inputs: Inputs, scale: float):
@@ -199,6 +202,7 @@ class _Landmarks:
             values = torch.where(self.mask[..., None], values, 0)
             count = self.mask.sum(1)[:, None, None].clamp(min=1)
             centre = values.sum(1, keepdim=True) / count
+        centre = centre.to(self.dtype).to(self.wide)  # tokens and landmarks must lose the same
         self.values, self.centred = values, values - centre
         norms = torch.linalg.vector_norm(self.centred, dim=-1).square_()
         farthest = scale * norms.max().item() if self.on_cpu and norms.numel() > 0 else 0.0
@@ -224,17 +228,17 @@ class _Landmarks:
 
     @functools.cached_property
     def summing(self) -> Tensor:
-        """``scale (l~, 1)``, (batch * heads, m, d + 1): products with it sum, too."""
+        """``scale (l~, 1)``, (batch * heads, m, d + 1). The 1 makes products with it include the row sums."""
         ends = torch.nn.functional.pad(self.centred, (0, 1), value=1.0)
         return ends.mul_(self.scale).to(self.side.dtype)
 
     def empty(self, channels: int) -> Tensor:
-        """Room for U, or its gradient."""
+        """An empty tensor for U or dW."""
         shape = self.centred.shape[0], self.count, channels
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Memory that whoever asks for this name shares, grown when more is asked for."""
+        """Memory shared by all requests for this name; it grows when more is requested."""
         buffer = self.buffers.get(name)
         if buffer is not None and buffer.shape == shape:
             return buffer
@@ -261,14 +265,14 @@ class _Landmarks:
 
     def product(self, out: Tensor, left: Tensor, right: Tensor) -> None:
         """``left @ right`` of (batch * heads, ..., ...) into ``out`` (batch, heads, chunk, d)."""
-        if out.shape[0] == 1 and out.dtype == left.dtype:  # products may write rows that lie apart
+        if out.shape[0] == 1 and out.dtype == left.dtype:  # products can write separate rows
             torch.bmm(left, right, out=out[0])
             return
         rows = self.buffer("rows", (left.shape[0], left.shape[1], right.shape[2]))
         out.copy_(torch.bmm(left, right, out=rows).view(out.shape))
 
     def rows(self, batch: slice) -> slice:
-        """Of batch * heads."""
+        """The rows of (batch * heads, ...) that belong to a slice of the batch."""
         return slice(batch.start * self.heads, batch.stop * self.heads)
 
     def through_exponential(
@@ -276,11 +280,12 @@ class _Landmarks:
     ) -> None:
         """Write the ``grad`` of a chunk; add the landmarks' part to ``grad_landmarks``.
 
-        ``points`` (rows, chunk, d + 2) end in a 1, so that a product with them sums E as well; so do the landmarks here.
+        ``points`` (rows, chunk, d + 2) end in a 1, so that a product with them also sums E. So do the
+        landmarks here.
         """
         channels = grad.shape[-1]
         summing = _of(self.summing, rows)
-        e = e.to(summing.dtype)  # what cancels in the exponent cancels here, too
+        e = e.to(summing.dtype)  # terms that cancel in the exponent cancel here, too
         into = torch.bmm(e.mT, points)
         part = into[..., -1:] * _of(self.centred, rows)
         part.sub_(into[..., :channels])
@@ -303,7 +308,10 @@ class _Tokens:
         self.last: tuple[slice, slice, Tensor] | None = None
 
     def points(self, batch: slice, chunk: slice) -> Tensor:
-        """Centred tokens, their squared norm and 1: (batch * heads, chunk, d + 2); valid until the next."""
+        """Centred tokens, their squared norm and 1: (batch * heads, chunk, d + 2).
+
+        Valid until the next call.
+        """
         if self.last is not None and self.last[:2] == (batch, chunk):
             return self.last[2]
         marks = self.landmarks
@@ -346,7 +354,7 @@ class _Tokens:
             else:
                 exponent.copy_(torch.bmm(self.points(batch, chunk), side))
         if not marks.on_cpu:
-            exponent.clamp_(max=0)  # nobody has looked whether terms are small enough
+            exponent.clamp_(max=0)  # there is no check here that the terms are small enough
         values = exponent.exp2_()
         if marks.mask is not None:
             values.masked_fill_(~_of(marks.mask, of_batch)[:, None, :], 0)
@@ -364,7 +372,7 @@ class _Tokens:
 
 
 def _of(tensor: Tensor, first: slice, chunk: slice | None = None) -> Tensor:
-    """Some of the first dimension and, of tokens (batch, heads, n, d), a chunk; the tensor itself if that is all."""
+    """A slice of the first dimension and, for tokens (batch, heads, n, d), of the third."""
     if first.stop - first.start < tensor.shape[0]:
         tensor = tensor[first]
     if chunk is not None and chunk.stop - chunk.start < tensor.shape[2]:
@@ -373,7 +381,7 @@ def _of(tensor: Tensor, first: slice, chunk: slice | None = None) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, chunk: slice) -> None:
-    """Add a chunk's product to (batch * heads, m, d), which may hold anything before the first."""
+    """Add a chunk's product to ``total`` (batch * heads, m, d), which the first chunk overwrites."""
     if chunk.start > 0:
         total.baddbmm_(left, right)
     else:
@@ -381,13 +389,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, chunk: slice) -> No
 
 
 def _masked(kernel: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Kernel rows and values of masked keys set to 0, whatever they were, NaN included."""
+    """Kernel rows and values with those of masked keys set to 0, even if they were NaN."""
     absent = _absent(mask, kernel)
     return kernel.masked_fill(absent, 0), values.masked_fill(absent, 0)
 
 
 def _absent(mask: Tensor, rows: Tensor) -> Tensor:
-    """A mask (batch, chunk) turned round, for ``rows`` (batch * heads, chunk, ...)."""
+    """A mask (batch, chunk) inverted and expanded for ``rows`` (batch * heads, chunk, ...)."""
     return ~mask.repeat_interleave(rows.shape[0] // mask.shape[0], 0)[..., None]
 
 
@@ -403,6 +411,6 @@ def _plan(q: Tensor, k: Tensor, landmarks: int) -> Iterator[tuple[slice, list[sl
 
 
 def _slices(length: int, most: int) -> list[slice]:
-    """Of nearly the same length, at most ``most``."""
+    """Slices of nearly equal length, at most ``most``, that cover ``length``."""
     step = tiles_of(length, max(1, tiles_of(length, most)))
     return [slice(begin, min(begin + step, length)) for begin in range(0, length, step or 1)]

@@ -1,12 +1,12 @@
 """The regularised inverse of a landmark kernel matrix by Newton-Raphson iteration.
 
 With ``B = A + ridge * I`` the iteration is ``Y_0 = alpha B``, ``Y_{k+1} = 2 Y_k - Y_k B Y_k``. On an
-eigenvalue ``lam`` of ``B`` it gives after ``T`` steps ``(1 - (1 - alpha lam^2)^(2^T)) / lam``: the
-inverse where ``lam`` is large, a smooth fall to 0 where it is small. ``T`` is therefore a regulariser
-and not only an accuracy.
+eigenvalue ``lam`` of ``B``, ``T`` steps give ``(1 - (1 - alpha lam^2)^(2^T)) / lam``: the inverse where
+``lam`` is large, falling smoothly to 0 where it is small. ``T`` therefore sets the regularisation, not only
+the accuracy.
 
-The steps are the definition. Many of them give nearly ``(1 - exp(-x)) / lam`` with ``x = 2^T alpha lam^2``, which
-:func:`factored_newton` computes from one factorisation and a third of the products.
+The steps are the definition. Many steps give nearly ``(1 - exp(-x)) / lam`` with ``x = 2^T alpha lam^2``.
+:func:`factored_newton` computes this with one factorisation and a third of the products.
 """
 
 import torch
@@ -15,20 +15,22 @@ from torch import Tensor
 from softfree.ops.attention.settings import InverseSettings
 from softfree.ops.shared.precision import compute_dtype
 
-# The largest alpha, as a part of the papers' 2 / ||A||_1^2, which is the edge of divergence. The
+# The largest alpha, as a fraction of the papers' 2 / ||A||_1^2, beyond which the iteration diverges. The
 # authors' code uses 0.9 (their 1.8).
 SAFE_FACTOR = 0.9
-# The same for the matrix with its ridge. It is a little larger so that the ridge of 0.01 that the authors
-# add after choosing alpha leaves alpha as they chose it; larger ridges lower it.
+# The same for the matrix with its ridge. It is a little larger, so that the authors' ridge of 0.01, which
+# they add after choosing alpha, leaves alpha unchanged; larger ridges lower it.
 RIDGE_FACTOR = 0.95
 HALVINGS = 10
 HALVING_TOLERANCE = 0.01
-# Of the factored form: with g = 1 / (1 + POLE x), exp(-x) is nearly 1 - x g (w_0 + w_1 g + w_2 g^2). Of all poles and weights
-# that sum to 1, squared SQUARINGS times, these come nearest the exponential: 7.4e-7 at the worst x, found numerically.
+# For the factored form: with g = 1 / (1 + POLE x), exp(-x) is nearly 1 - x g (w_0 + w_1 g + w_2 g^2). Among
+# all poles and weights that sum to 1, these are closest to the exponential after SQUARINGS squarings: within
+# 7.4e-7 at the worst x, found numerically.
 POLE = 0.15839838
 WEIGHTS = (0.22394557, -0.60504419, 1.38109862)
 SQUARINGS = 4
-# Fewer steps are not yet an exponential (0.27 * 2^-T apart); more make matrices that float64 can't factor well.
+# Fewer steps are not close enough to an exponential (they differ by 0.27 * 2^-T); more steps lead to matrices
+# that float64 can't factor accurately.
 FACTORED_STEPS = range(14, 41)
 
 
@@ -42,9 +44,10 @@ def add_ridge(a: Tensor, ridge: float) -> Tensor:
 def start_value(a: Tensor, start: str, ridge: float = 0.0, square: Tensor | None = None) -> Tensor:
     """The factor ``alpha`` of ``Y_0 = alpha (A + ridge I)``, one per matrix, shape (..., 1, 1).
 
-    ``"scaled"`` is ``1.8 / ||A||_1^2``. ``"halving"`` begins at ``2 / ||A||_1^2`` and is halved, at
-    most ten times, until ``||I - alpha B^2||_1 <= 1.01``, then bounded by the scaled value. Both make
-    ``alpha lam^2 < 2`` for every eigenvalue, which is what convergence needs. ``square`` is ``B^2`` where it is known.
+    ``"scaled"`` is ``1.8 / ||A||_1^2``, or less with a large ridge. ``"halving"`` starts at ``2 / ||A||_1^2``
+    and is halved, at most ten times, until ``||I - alpha B^2||_1 <= 1.01``; the scaled value is its upper
+    bound. Both ensure ``alpha lam^2 < 2`` for every eigenvalue, which convergence requires. ``square`` is
+    ``B^2`` if already known.
     """
     norm = a.abs().sum(-2).amax(-1)
     alpha = 2 / norm.square()
@@ -75,13 +78,15 @@ def newton_iterate(a: Tensor, settings: InverseSettings) -> Tensor:
 
 
 def factored_newton(a: Tensor, settings: InverseSettings) -> Tensor:
-    """As :func:`newton_iterate` of float32 matrices (..., m, m), by one factorisation and twelve products.
+    """:func:`newton_iterate` for float32 matrices (..., m, m), with one factorisation and twelve products.
 
-    With ``x = 2^(T - s) alpha B^2`` and ``G = (I + g x)^-1``, ``Y_0 = 2^(T - s) alpha B G (w_0 + w_1 G + w_2 G^2)`` has
-    the residual ``exp(-x)`` nearly, and ``s`` Newton steps square it as often. ``B^2`` has the square of B's condition:
-    it is formed and factored in float64. Steps correct what was rounded before them, so but the last are float32.
+    With ``x = 2^(T - s) alpha B^2`` and ``G = (I + p x)^-1``, where p is POLE and s is SQUARINGS, the matrix
+    ``Y_0 = 2^(T - s) alpha B G (w_0 + w_1 G + w_2 G^2)`` has a residual of nearly ``exp(-x)``, and ``s``
+    Newton steps square it ``s`` times. The condition number of ``B^2`` is the square of B's, so ``B^2`` is
+    formed and factored in float64. Each step corrects earlier rounding, so all but the last run in float32.
 
-    Not differentiable; settings for which it is not nearly the same (see FACTORED_STEPS) and other dtypes take the steps.
+    Not differentiable. Other dtypes, and step counts for which the results would differ (see FACTORED_STEPS),
+    fall back to :func:`newton_iterate`.
     """
     if settings.iterations not in FACTORED_STEPS or a.dtype != torch.float32:
         return newton_iterate(a, settings)
@@ -122,7 +127,7 @@ class _NewtonInverse(torch.autograd.Function):
 
 
 class _TransformableInverse(_NewtonInverse):
-    """For ``torch.func`` and forward mode; dynamo takes no function with a ``jvp``."""
+    """For ``torch.func`` and forward mode. Dynamo accepts no autograd function with a ``jvp``."""
 
     generate_vmap_rule = True
 
@@ -153,13 +158,13 @@ def newton_inverse(
 
     ``Y_0 = alpha B``, ``Y_{k+1} = 2 Y_k - Y_k B Y_k`` with ``B = A + ridge I``; eigenvalues ``lam`` of
     ``B`` become ``(1 - (1 - alpha lam^2)^(2^iterations)) / lam``. The gradient is that of an exact
-    inverse, ``dA = -Y^T dY Y^T`` (Eq. 12 of the papers): one formula, nothing kept per step.
+    inverse, ``dA = -Y^T dY Y^T`` (Eq. 12 of the papers): one formula, with nothing stored per step.
 
     Args:
         a: (..., m, m), symmetric. Half precision is computed in float32.
         iterations: Newton steps.
         start: how ``alpha`` is chosen, ``"halving"`` or ``"scaled"``, per matrix
-            (see :func:`softfree.ops.inverse.start_value`).
+            (see :func:`softfree.ops.attention.inverse.start_value`).
         ridge: added to the diagonal.
 
     Returns:

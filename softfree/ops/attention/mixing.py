@@ -1,10 +1,10 @@
 """The m x m part of the operator: from landmarks to the matrix between the two kernels, and back.
 
 The mixing matrix ``Y'`` is the inverse ``Y`` of the landmark kernel ``A`` (SOFT) or its normalised form
-``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (SOFT++). No function here looks at a token.
+``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (SOFT++). No function here reads a token.
 
-What is kept of the inverse for the backward pass is Y itself, by Newton's iteration, or the inverse Cholesky factor
-of ``A + ridge I``, by a solve.
+For the backward pass, Newton's iteration keeps Y itself, and a solve keeps the inverse Cholesky factor of
+``A + ridge I``.
 """
 
 import math
@@ -17,20 +17,27 @@ from softfree.ops.attention.reference import normalize_inverse, normalizers
 from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 from softfree.ops.attention.solve import inverse_factor, solve, solve_backward
 
-LOG2_E = math.log2(math.e)  # exp(x) is 2^(x log2 e), several times as fast on some processors
+# exp(x) = 2^(x log2 e), and powers of 2 are several times faster on some processors.
+LOG2_E = math.log2(math.e)
 
 
 def invert_landmarks(a: Tensor, settings: InverseSettings, dtype: torch.dtype) -> Tensor:
-    """What is kept of the inverse of kernel matrices (..., m, m): of a solve in their dtype, of Newton's in ``dtype``."""
+    """The inverse of kernel matrices (..., m, m), in the form that is kept for the backward pass.
+
+    A solve computes in the dtype of the matrices, Newton's iteration in ``dtype``.
+    """
     if settings.method == "solve":
         return inverse_factor(a, settings.ridge)
-    # Elsewhere float64 is slow or absent.
+    # The factored form needs float64, which is slow or missing on other devices.
     newton = factored_newton if a.device.type == "cpu" else newton_iterate
     return newton(a.to(dtype), settings)
 
 
 def mix(u: Tensor, a: Tensor, inverse: Tensor, settings: AttentionSettings) -> Tensor:
-    """``W = Y' U``, (..., m, d_v), of U as it is and both others in their dtypes."""
+    """``W = Y' U``, (..., m, d_v).
+
+    A solve casts U to the dtype of ``inverse``. Newton's iteration multiplies U as it is.
+    """
     if settings.inverse.method == "solve":
         return solve(
             inverse,
@@ -53,17 +60,18 @@ def mixing_backward(
     mask: Tensor | None,
     settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From dW to ``W = Y' U``, ``dU = Y'^T dW`` and the gradient of the landmarks through ``Y'`` alone.
+    """Compute ``W = Y' U``, ``dU = Y'^T dW`` and the landmarks' gradient through ``Y'``, given dW.
 
-    ``dY' = dW U^T`` has the rank of the channels, so no m x m x m product is needed: with
-    ``left = Y^T D^-1/2 dW`` and ``right = Y D^-1/2 U``, Eq. 12 is ``dA = -Y^T dY Y^T = -left right^T``; for a solve
-    see :func:`softfree.ops.attention.solve.solve_backward`. What reaches ``A`` through ``D`` is the same in a whole row. Through the exponential,
-    ``dL_i = scale * sum_j (E_ij + E_ji) (L_j - L_i)`` with ``E = A * dA``.
+    The rank of ``dY' = dW U^T`` is at most the number of channels, so no m x m x m product is needed. With
+    ``left = Y^T D^-1/2 dW`` and ``right = Y D^-1/2 U``, Eq. 12 is ``dA = -Y^T dY Y^T = -left right^T``. For a
+    solve see :func:`softfree.ops.attention.solve.solve_backward`. The gradient that reaches ``A`` through
+    ``D`` is constant along each row. Through the exponential, with ``E = A * dA``,
+    ``dL_i = scale * sum_j (E_ij + E_ji) (L_j - L_i)``.
 
     Args:
         grad_w, u: (..., m, d_v).
-        a, inverse: (..., m, m), in the dtype that all is computed in.
-        landmarks: (..., m, d), of any values where masked.
+        a, inverse: (..., m, m), in the dtype of the computation.
+        landmarks: (..., m, d), with any values where masked.
         mask: (..., m), True for landmarks that take part.
     """
     root = normalizers(a, settings.normalize)
@@ -75,8 +83,8 @@ def mixing_backward(
     e = a * (grad_a + grad_a.mT)
     if mask is not None:
         e = torch.where(mask[..., :, None] & mask[..., None, :], e, 0)
-    # Close landmarks far from the origin: the difference cancels most digits of its terms, and at this
-    # size float64 costs little.
+    # For close landmarks far from the origin, the difference cancels most digits of its terms. At this size
+    # float64 costs little.
     e, points = e.double(), landmarks.double()
     grad_landmarks = (e @ points).addcmul_(e.sum(-1, keepdim=True), points, value=-1)
     return root * right, root * left, grad_landmarks.mul_(settings.scale).to(landmarks.dtype)

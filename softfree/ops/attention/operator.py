@@ -23,10 +23,10 @@ from softfree.ops.shared.shapes import token_tensor
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_DTYPES = DTYPES[:3]
-MAX_CHANNELS = 128  # per head, of the kernels
+MAX_CHANNELS = 128  # per head, that the kernels take
 
 
-# The default of what must be given, so that a call with too few tensors is met by our own words.
+# Default of required arguments, so that a call with too few tensors raises our own error.
 REQUIRED: Any = None
 CALL = "soft_attention(q, k, v, landmarks), or with k=None where the queries are the keys"
 
@@ -58,15 +58,15 @@ def soft_attention(
     (SOFT, ``normalize=False``). The inverse is regularised: see :func:`softfree.newton_inverse` and
     :func:`softfree.ridge_solve`.
 
-    On a CPU scales may be mixed, some landmarks far out and others close together. The Triton kernels lose digits where
-    ``scale * ||l - mean(l)||^2`` exceeds some 1e4. float16 gradients beyond 65,504 are infinite though every input is
-    finite: train in bfloat16, or with ``torch.amp.GradScaler``.
+    On a CPU, some landmarks may be far apart and others close together. The Triton kernels lose digits if
+    ``scale * ||l - mean(l)||^2`` exceeds about 1e4. float16 gradients above 65,504 become infinite even if
+    every input is finite: train in bfloat16, or with ``torch.amp.GradScaler``.
 
     Args:
         q: queries, (batch, heads, n_q, d); float16, bfloat16, float32 or float64. Scores, exponentials,
             sums and the inverse are computed in float32 (float64 for float64) whatever the dtype.
         k: keys, (batch, heads, n_k, d). None or ``q`` itself: the queries are the keys (the papers'
-            ``W_q = W_k``), which is faster than equal keys of their own.
+            ``W_q = W_k``), which is faster than passing equal keys separately.
         v: values, (batch, heads, n_k, d_v).
         landmarks: (batch, heads, m, d), usually pooled from the keys.
         key_mask: (batch, n_k) bool, True for the keys that take part.
@@ -74,18 +74,18 @@ def soft_attention(
             where some pooling windows are empty.
         scale: factor of the squared distances; None: ``1 / sqrt(d)``.
         normalize: True for SOFT++, False for SOFT.
-        inverse: ``"newton"``, the papers' iteration, or ``"solve"``: one factorisation of ``A + ridge I``, faster,
-            with the exact gradient, and without a cut-off of small eigenvalues.
+        inverse: ``"newton"``, the papers' iteration; or ``"solve"``, one factorisation of ``A + ridge I``,
+            which is faster, has the exact gradient and does not cut off small eigenvalues.
         iterations: Newton steps. Fewer steps cut off more small eigenvalues.
         start: start value of Newton's iteration, ``"halving"`` or ``"scaled"``, chosen per matrix.
-        ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01). None: what suits
-            the inverse, 0 for ``"newton"``; for ``"solve"`` 0.1 at order 2, 0.01 at order 1, and at least 1e-4.
-        order: of the solve: 1 for ``Y = G``, 2 for ``Y = G + ridge G^2`` with ``G = (A + ridge I)^-1``, which is
-            nearer the inverse.
-        backend: ``"auto"``, fused Triton kernels on a CUDA device where they take the input, passes in C on a CPU
-            that has a compiler, else ``"torch"``, plain PyTorch (any device, bounded memory); ``"triton"`` and
-            ``"native"`` insist on the kernels or on C and say why they can't; ``"reference"``, the definition, for
-            tests.
+        ridge: added to the diagonal of ``A`` before it is inverted (the authors' SOFT uses 0.01). None: 0 for
+            ``"newton"``; for ``"solve"``, 0.1 at order 2 and 0.01 at order 1. A solve needs at least 1e-4.
+        order: order of the solve: 1 for ``Y = G``, or 2 for ``Y = G + ridge G^2`` with
+            ``G = (A + ridge I)^-1``, which is closer to the inverse.
+        backend: ``"auto"``: fused Triton kernels on a CUDA device if they accept the input, C code on a CPU
+            if there is a compiler, otherwise ``"torch"``. ``"torch"``: plain PyTorch, on any device, in
+            bounded memory. ``"triton"`` and ``"native"`` require the kernels or the C code and raise an error
+            that says why they are unavailable. ``"reference"``: the definition, for tests.
 
     Returns:
         (batch, heads, n_q, d_v) of ``q``'s dtype. Merging its heads with
@@ -121,7 +121,7 @@ def check_backend(backend: str) -> None:
         )
 
 
-@functools.cache  # an import, too, takes a microsecond
+@functools.cache  # even a repeated import takes a microsecond
 def _implementation(backend: str) -> Any:
     if backend == "triton":
         from softfree.ops.attention.kernels import launch
@@ -154,9 +154,9 @@ _CHECKED: dict[tuple, str] = {}
 
 
 def _check(inputs: Inputs, backend: str, exporting: bool) -> str:
-    """``"reference"`` or what :func:`_choose` chooses for the tensors; raise if they don't fit.
+    """``"reference"`` or the backend that :func:`_choose` selects; raises if the tensors don't fit.
 
-    Sizes, dtypes and devices that did are not looked at again.
+    Sizes, dtypes and devices that passed are not checked again.
     """
     if exporting or torch.compiler.is_dynamo_compiling():
         return _check_all(inputs, backend, exporting)
@@ -170,14 +170,14 @@ def _check(inputs: Inputs, backend: str, exporting: bool) -> str:
             others: Any = (k, key_mask, landmark_mask)
             kinds += (*[None if t is None else (t.shape, t.dtype, t.device) for t in others],)
         chosen = _CHECKED.get(kinds)
-    except (AttributeError, TypeError):  # what is no tensor, or has a symbolic size
+    except (AttributeError, TypeError):  # not a tensor, or a symbolic size
         return _check_all(inputs, backend, False)
     if chosen is None:
         chosen = _check_all(inputs, backend, False)
         if chosen == "torch" == backend or chosen == "triton" or q.device.type != "cuda":
             if len(_CHECKED) >= 1024:
                 _CHECKED.clear()
-            _CHECKED[kinds] = chosen  # unless a warning goes with it
+            _CHECKED[kinds] = chosen  # a choice that comes with a warning is not kept
     return chosen
 
 
@@ -209,9 +209,9 @@ def _choose(backend: str, inputs: Inputs) -> str:
     if backend == "triton":
         raise ValueError(f"backend 'triton': the kernels can't take this input: {obstacle}")
     if not torch.compiler.is_compiling():
-        # The same place and text each time, so Python shows it once.
+        # The location and the text are always the same, so Python shows it once.
         warnings.warn(
-            f"softfree's kernels can't take this input: {obstacle}. Backend 'torch', slower, takes it.",
+            f"softfree's kernels can't take this input: {obstacle}. Using the slower backend 'torch'.",
             stacklevel=1,
         )
     return "torch"
@@ -303,7 +303,7 @@ def fake(inputs, settings, backend):
 
 
 def flops(inputs, settings, backend) -> int:
-    """Of one evaluation: kernels, P V, inverse, Y' U and R W."""
+    """FLOPs of one evaluation: kernels, P V, inverse, Y' U and R W."""
     batch, heads, n, d = inputs.q
     m, n_k, d_v = inputs.landmarks[2], inputs.v[2], inputs.v[3]
     tokens = n * m * (d + d_v) + n_k * m * (d_v if inputs.k is None else d + d_v)
@@ -316,7 +316,7 @@ def flops(inputs, settings, backend) -> int:
 
 
 class Given(NamedTuple):
-    """What the gradient is computed of: that of the result, and :class:`Inputs` with what the forward pass kept."""
+    """What the gradient is computed from: the result's gradient, :class:`Inputs`, and what was kept."""
 
     grad: Tensor
     q: Tensor
@@ -350,13 +350,17 @@ def _fake_backward(given, *_):
 
 
 def backward_flops(given, settings, backend) -> int:
-    """Kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products a side, W, dU, dA; few tokens: P V."""
+    """FLOPs of the gradient.
+
+    Counts the kernels again, R^T G, G W^T, V dU^T, P dU, the exponential's two products per side, W, dU and
+    dA; with few tokens also P V.
+    """
     batch, heads, n, d = given.q
     m, n_k, d_v = given.landmarks[2], given.v[2], given.v[3]
     queries = n * m * (3 * d + 2 * d_v)
     again = n_k <= chunked.FEW_TOKENS
     keys = n_k * m * ((2 + again) * d_v + (0 if given.k is None else 3 * d))
-    # A solve of order 2 takes U and dW through G twice, and its dA has two terms.
+    # A solve of order 2 applies G twice to U and dW, and its dA has two terms.
     twice = settings.inverse.method == "solve" and settings.inverse.order == 2
     matrices = (6 if twice else 3) * m * m * d_v + 2 * m * m * d
     return 2 * batch * heads * (queries + keys + matrices)
@@ -371,7 +375,7 @@ def _setup_context(ctx, inputs, output):
 def _gradient(ctx, grad, *_):
     if grad is None:
         return ()
-    saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
+    saved = ctx.saved_tensors  # read once: under gradient checkpointing, each read recomputes
     given = Given(grad, *saved)
     grad_q, grad_k, grad_v, grad_landmarks = BACKWARD(given, *ctx.settings)
     return grad_q, None if given.k is None else grad_k, grad_v, grad_landmarks

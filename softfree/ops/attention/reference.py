@@ -1,6 +1,6 @@
 """The definition of softmax-free attention. Every faster path is tested against this file.
 
-Written for reading: whole matrices, plain autograd, no chunks. Use it to check, not to train.
+It is written to be read: whole matrices, plain autograd, no chunks. Use it to check results, not to train.
 """
 
 import torch
@@ -15,20 +15,23 @@ from softfree.ops.shared.precision import compute_dtype
 def squared_distance(x: Tensor, y: Tensor) -> Tensor:
     """``||x_i - y_j||^2`` of (..., n, d) and (..., m, d): (..., n, m).
 
-    From differences, so never negative and exactly 0 for equal points.
+    Computed from differences, so it is never negative, and exactly 0 for equal points.
     """
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
 def gaussian_kernel(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     """``exp(-scale / 2 * ||x_i - y_j||^2)`` of (..., n, d) and (..., m, d): (..., n, m)."""
-    # Compiled programs have first gradients alone, and dynamo takes no function with a ``jvp``.
+    # Compiled programs only need first gradients, and dynamo accepts no autograd function with a ``jvp``.
     distance = squared_distance if torch.compiler.is_compiling() else _SquaredDistance.apply
     return torch.exp(-0.5 * scale * distance(x, y))
 
 
 class _SquaredDistance(torch.autograd.Function):
-    """:func:`squared_distance` with derivatives of every order and mode; torch's ``cdist`` has a first gradient alone."""
+    """:func:`squared_distance` with derivatives of every order and mode.
+
+    ``torch.cdist`` has only a first gradient.
+    """
 
     generate_vmap_rule = True
 
@@ -60,13 +63,16 @@ class _SquaredDistance(torch.autograd.Function):
 
 
 def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Both less the mean of ``y``: distances stay, and little cancels."""
+    """Both minus the mean of ``y``: the distances stay the same, and little cancels."""
     centre = y.detach().mean(-2, keepdim=True)
     return x - centre, y - centre
 
 
 def product_kernel(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    """The same from one product, for exporters. The mean of ``y`` is subtracted first, so that little cancels."""
+    """:func:`gaussian_kernel` from one matrix product, for exporters.
+
+    The mean of ``y`` is subtracted first, so that little cancels.
+    """
     centre = y.mean(-2, keepdim=True)
     x, y = x - centre, y - centre
     norms = x.square().sum(-1, keepdim=True) + y.square().sum(-1, keepdim=True).mT
@@ -76,8 +82,8 @@ def product_kernel(x: Tensor, y: Tensor, scale: float) -> Tensor:
 def landmark_kernel(
     landmarks: Tensor, mask: Tensor | None, scale: float, exportable: bool = False
 ) -> Tensor:
-    """``A = kappa(L, L)``, (..., m, m); a landmark that is masked out is like none but itself."""
-    if exportable:  # few enough for all differences
+    """``A = kappa(L, L)``, (..., m, m); a masked landmark is similar only to itself."""
+    if exportable:  # there are few enough landmarks to form all differences
         differences = landmarks[..., :, None, :] - landmarks[..., None, :, :]
         a = torch.exp(-0.5 * scale * differences.square().sum(-1))
     else:
@@ -86,13 +92,13 @@ def landmark_kernel(
 
 
 def among_present(a: Tensor, mask: Tensor) -> Tensor:
-    """A (..., m, m) where both landmarks take part by their mask (..., m), else the identity."""
+    """A (..., m, m) where both landmarks are present in the mask (..., m), the identity elsewhere."""
     both = mask[..., :, None] & mask[..., None, :]
     return torch.where(both, a, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))
 
 
 def normalizers(a: Tensor, normalize: bool) -> Tensor:
-    """``D^-1/2`` with ``D = diag(A 1)`` as a column, (..., m, 1), or 1."""
+    """``D^-1/2`` with ``D = diag(A 1)`` as a column, (..., m, 1); without ``normalize``, 1."""
     return a.sum(-1, keepdim=True).rsqrt() if normalize else a.new_ones(())
 
 
@@ -114,10 +120,10 @@ def soft_attention(
     ``Y'`` is ``Y`` (SOFT, Eq. 9) or ``D^-1/2 Y D^-1/2`` with ``D = diag(A 1)`` (SOFT++, Eq. 17).
 
     Args:
-        inputs, settings: as of :func:`softfree.soft_attention`.
-        unrolled_gradient: differentiate through the Newton steps instead of by Eq. 12.
-        exportable: for programs that leave Python (torch.export, ONNX): by operations that every exporter
-            translates, which leaves Eq. 12 and differences of all tokens out.
+        inputs, settings: as in :func:`softfree.soft_attention`.
+        unrolled_gradient: differentiate through the Newton steps instead of using Eq. 12.
+        exportable: for programs that leave Python (torch.export, ONNX). Uses only operations that every
+            exporter translates, which excludes Eq. 12 and the differences of all tokens.
 
     Returns:
         (batch, heads, n_q, d_v) of ``q``'s dtype.
@@ -134,7 +140,7 @@ def soft_attention(
             landmarks = torch.where(landmark_mask[:, None, :, None], landmarks, 0)
         a = landmark_kernel(landmarks, _per_head(landmark_mask), scale, exportable)
         r = kernel(q, landmarks, scale)
-        if key_mask is not None:  # what stands at a masked key, NaN included, must not matter
+        if key_mask is not None:  # the contents of a masked key must not matter, not even NaN
             k, v = (torch.where(key_mask[:, None, :, None], t, 0) for t in (k, v))
         p = r.mT if k is q else kernel(k, landmarks, scale).mT
         if key_mask is not None:

@@ -1,7 +1,7 @@
-"""Inputs and settings of the attention and of its inverse, which travel as records.
+"""Inputs and settings of the attention and of its inverse, as records.
 
-A further setting is a field with its check here. The operator's schema, :mod:`softfree.ops.shared.registration`, has the
-fields by itself.
+To add a setting, add a field and its check here. :mod:`softfree.ops.shared.registration` derives the
+operator's schema from the fields.
 """
 
 import math
@@ -12,15 +12,15 @@ from torch import Tensor
 METHODS = ("newton", "solve")
 STARTS = ("scaled", "halving")
 ORDERS = (1, 2)
-# What a solve of this order is used with if nothing is said: their bias is r / lam and (r / lam)^2.
+# Default ridge of a solve, by order; the bias is r/λ or (r/λ)².
 SOLVE_RIDGE = {1: 0.01, 2: 0.1}
-# Below it float32 would not factor matrices of coinciding landmarks.
+# With a smaller ridge, float32 could not factor matrices of coinciding landmarks.
 LEAST_SOLVE_RIDGE = 1e-4
 LEAST_SCALE = 1e-30  # half of it times an infinite distance is still infinite in float32
 
 
 class InverseSettings(NamedTuple):
-    """Of the regularised inverse, see :func:`softfree.newton_inverse` and :func:`softfree.ridge_solve`."""
+    """Settings of the inverse, see :func:`softfree.newton_inverse` and :func:`softfree.ridge_solve`."""
 
     method: str = "newton"
     iterations: int = 20
@@ -32,7 +32,10 @@ class InverseSettings(NamedTuple):
     def of(
         cls, method: str, iterations: int, start: str, ridge: float | None, order: int
     ) -> "InverseSettings":
-        """Checked; a ridge of None is what suits the method: none for Newton, that of its order for a solve."""
+        """Checked settings.
+
+        ``ridge=None`` means 0 for Newton's iteration and the order's default for a solve.
+        """
         if ridge is None:
             ridge = SOLVE_RIDGE.get(order, 0.0) if method == "solve" else 0.0
         settings = cls(method, iterations, start, ridge, order)
@@ -41,16 +44,16 @@ class InverseSettings(NamedTuple):
 
     @classmethod
     def solve(cls, ridge: float | None, order: int) -> "InverseSettings":
-        """Of a solve, checked; a ridge of None is that of its order."""
+        """Checked settings of a solve; ``ridge=None`` means the order's default."""
         return cls.of("solve", cls().iterations, cls().start, ridge, order)
 
     @classmethod
     def newton(cls, iterations: int, start: str, ridge: float) -> "InverseSettings":
-        """Of Newton's iteration, checked."""
+        """Checked settings of Newton's iteration."""
         return cls.of("newton", iterations, start, ridge, cls().order)
 
     def check(self) -> None:
-        """Raise if a setting makes no sense."""
+        """Raise if a setting is invalid."""
         if self.method not in METHODS:
             methods = ", ".join(map(repr, METHODS))
             raise ValueError(f"inverse must be one of {methods}, got {self.method!r}")
@@ -71,14 +74,14 @@ class InverseSettings(NamedTuple):
 
 
 class AttentionSettings(NamedTuple):
-    """Of the operator, see :func:`softfree.soft_attention`."""
+    """Settings of the operator, see :func:`softfree.soft_attention`."""
 
     scale: float
     normalize: bool = True
     inverse: InverseSettings = InverseSettings()
 
     def check(self) -> None:
-        """Raise if a setting makes no sense; those of the inverse are checked where they are made."""
+        """Raise if a setting is invalid. The settings of the inverse are checked when they are created."""
         if not isinstance(self.scale, (int, float)) or not LEAST_SCALE <= self.scale < math.inf:
             raise ValueError(
                 f"scale must be a finite number of at least {LEAST_SCALE}, got {self.scale!r}"
@@ -86,7 +89,7 @@ class AttentionSettings(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors of the operator, see :func:`softfree.soft_attention`; k is None where the queries are the keys."""
+    """Tensors of the operator, see :func:`softfree.soft_attention`. k is None if the queries are the keys."""
 
     q: Tensor
     k: Tensor | None

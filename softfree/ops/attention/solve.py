@@ -1,11 +1,13 @@
 """The regularised inverse of a landmark kernel matrix by one factorisation.
 
 With ``B = A + r I`` and ``G = B^-1`` the inverse is ``Y = G`` (order 1) or ``Y = G + r G^2`` (order 2). On an
-eigenvalue ``lam`` of ``A`` that is ``1 / (lam + r)`` or ``(lam + 2 r) / (lam + r)^2``: of what an inverse would give,
-the share ``1 - r / (lam + r)`` or ``1 - (r / (lam + r))^2``. No eigenvalue is thrown away, and no step is repeated.
+eigenvalue ``lam`` of ``A`` that is ``1 / (lam + r)`` or ``(lam + 2 r) / (lam + r)^2``: the fraction
+``1 - r / (lam + r)`` or ``1 - (r / (lam + r))^2`` of the exact inverse. No eigenvalue is cut off, and nothing
+is iterated.
 
-Y is never formed, which would lose digits. ``B = C C^T`` is factored once, with pivots of at least r, and ``Y X`` is two or
-four solves with triangles in :func:`ridge_solve`, the definition. The backends apply ``M = C^-1`` as often instead.
+Y is never formed, because that would lose digits. ``B = C C^T`` is factored once, with pivots of at least r.
+In :func:`ridge_solve`, the definition, ``Y X`` takes two or four triangular solves. Most backends multiply by
+``M = C^-1`` as often instead.
 """
 
 import torch
@@ -15,14 +17,15 @@ from softfree.ops.attention.inverse import _check_matrix, add_ridge
 from softfree.ops.attention.settings import InverseSettings
 from softfree.ops.shared.precision import compute_dtype
 
-# Of :func:`iterated_solve`: the condition of B for which its steps are made, such as of 2,000 landmarks that coincide
-# with a ridge of 0.01; and how near the inverse they come, before one correction squares that.
-WORST_CONDITION = 2e5
+# For :func:`iterated_solve`: the coinciding landmarks that its steps are designed for, the error that they leave
+# before one correction squares it, and the ridge below which float32 has too few digits for them.
+MOST_LANDMARKS = 2000
 LEFT_OVER = 1e-3
+FLOAT32_RIDGE = 0.01
 
 
 def inverse_factor(a: Tensor, ridge: float) -> Tensor:
-    """``M = C^-1``, lower triangular, of ``A + ridge I = C C^T``; (..., m, m). Then ``G = M^T M``."""
+    """``M = C^-1`` with ``A + ridge I = C C^T``: lower triangular, (..., m, m). Then ``G = M^T M``."""
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     lower = torch.linalg.cholesky_ex(torch.add(a, eye, alpha=ridge)).L
     return torch.linalg.solve_triangular(lower, eye, upper=False)
@@ -36,9 +39,9 @@ def apply_inverse(factor: Tensor, x: Tensor) -> Tensor:
 def solve(
     factor: Tensor, x: Tensor, ridge: float, order: int, root: Tensor | None = None
 ) -> Tensor:
-    """``Y X`` of M (..., m, m) and X (..., m, c); with a diagonal ``root`` (..., m, 1), ``root Y root X``.
+    """``Y X`` from M (..., m, m) and X (..., m, c); with a diagonal ``root`` (..., m, 1), ``root Y root X``.
 
-    ``Y X = M^T Z`` with ``Z = M X``, at order 2 ``M^T (Z + r M M^T Z)``.
+    ``Y X = M^T Z`` with ``Z = M X``; at order 2, ``Y X = M^T (Z + r M M^T Z)``.
     """
     last = factor if root is None else factor * root.mT
     z = last @ x
@@ -50,10 +53,11 @@ def solve(
 def solve_backward(
     factor: Tensor, x: Tensor, grad: Tensor, ridge: float, order: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``Y X``, ``Y grad``, and the gradient of A, exactly, where ``grad`` is that of ``Y X``.
+    """``Y X``, ``Y grad``, and the exact gradient of A, where ``grad`` is the gradient of ``Y X``.
 
     ``dA = -(G grad) (G X)^T`` at order 1. At order 2, ``Y X = G (X + r G X)`` uses G twice:
-    ``dA = -(G grad) (Y X)^T - r (G^2 grad) (G X)^T``. All have the rank of the channels.
+    ``dA = -(G grad) (Y X)^T - r (G^2 grad) (G X)^T``. The rank of each term is at most the number of
+    channels.
     """
     channels = x.shape[-1]
     both = apply_inverse(factor, torch.cat([x, grad], -1))
@@ -68,17 +72,18 @@ def solve_backward(
     return right, back + again, grad_a
 
 
-def recentrings() -> list[float]:
-    """The factors ``c_k`` of :func:`iterated_solve`, 12 of them.
+def recentrings(condition: float) -> list[float]:
+    """The factors ``c_k`` of :func:`iterated_solve` for a condition number of B.
 
-    A Newton step takes eigenvalues of ``B G`` from ``[1 - e, 1 + e]`` to ``[1 - e^2, 1]``; times ``2 / (2 - e^2)``
-    these lie around 1 again, within ``e^2 / (2 - e^2)``. That is four times as far from 1 - e = 0, not twice.
+    A Newton step maps eigenvalues of ``B G`` in ``[1 - e, 1 + e]`` to ``[1 - e^2, 1]``. Multiplied by
+    ``2 / (2 - e^2)`` they are centred on 1 again, within ``e^2 / (2 - e^2)``. While ``1 - e`` is small, each
+    step makes it about four times as large; without the factor it would only double.
 
     Example:
-        >>> [round(factor, 3) for factor in recentrings()][-4:]
-        [1.578, 1.201, 1.021, 1.0]
+        >>> [round(factor, 3) for factor in recentrings(10)]
+        [1.503, 1.145, 1.011, 1.0]
     """
-    apart = (WORST_CONDITION - 1) / (WORST_CONDITION + 1)
+    apart = (condition - 1) / (condition + 1)
     factors = []
     while apart > LEFT_OVER:
         factors.append(2 / (2 - apart**2))
@@ -87,16 +92,20 @@ def recentrings() -> list[float]:
 
 
 def iterated_solve(a: Tensor, x: Tensor, ridge: float, order: int) -> Tensor:
-    """``Y X`` by few products alone, for exporters, which know no factorisation.
+    """``Y X`` from a few matrix products, for exporters, which support no factorisation.
 
-    ``G_{k+1} = c_k (2 G_k - G_k B G_k)`` from ``G_0 = 2 I / (||B||_1 + r)``, with the factors of :func:`recentrings`.
-    A correction by what is left of X gives float32 its last digits.
+    ``G_{k+1} = c_k (2 G_k - G_k B G_k)`` from ``G_0 = 2 I / (||B||_1 + r)``, with the factors of
+    :func:`recentrings`. One correction by the residual of X recovers the last digits of float32; with a ridge below
+    FLOAT32_RIDGE that is not enough, and the products are float64.
     """
+    given = x.dtype
+    if ridge < FLOAT32_RIDGE:
+        a, x = a.double(), x.double()
     matrix, columns = a.flatten(0, -3), x.flatten(0, -3)
     b = add_ridge(matrix, ridge)
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     inverse = 2 * eye / (b.abs().sum(-1).amax(-1) + ridge)[:, None, None]
-    for factor in recentrings():
+    for factor in recentrings(1 + MOST_LANDMARKS / ridge):
         inverse = torch.baddbmm(
             inverse, torch.bmm(inverse, b), inverse, beta=2 * factor, alpha=-factor
         )
@@ -106,20 +115,21 @@ def iterated_solve(a: Tensor, x: Tensor, ridge: float, order: int) -> Tensor:
         return once + torch.bmm(inverse, x - torch.bmm(b, once))
 
     once = apply(columns)
-    return (once if order == 1 else apply(columns + ridge * once)).view(x.shape)
+    return (once if order == 1 else apply(columns + ridge * once)).view(x.shape).to(given)
 
 
 def ridge_solve(a: Tensor, x: Tensor, *, ridge: float | None = None, order: int = 2) -> Tensor:
     """``Y X`` with the regularised inverse ``Y`` of symmetric positive semi-definite matrices ``A``.
 
-    ``Y = G`` (order 1) or ``Y = G + r G^2`` (order 2) with ``G = (A + r I)^-1``. Differentiable in both arguments;
-    the gradient is exact, also where A is singular.
+    ``Y = G`` (order 1) or ``Y = G + r G^2`` (order 2) with ``G = (A + r I)^-1``. Differentiable in both
+    arguments; the gradient is exact, even if A is singular.
 
     Args:
         a: (..., m, m), symmetric. Half precision is computed in float32.
         x: (..., m, c).
         ridge: r, at least 1e-4; None: 0.1 for order 2, 0.01 for order 1.
-        order: 2 has the smaller bias, ``(r / (lam + r))^2`` of an eigenvalue instead of ``r / (lam + r)``.
+        order: 2 has the smaller relative bias, ``(r / (lam + r))^2`` for an eigenvalue instead of
+            ``r / (lam + r)``.
 
     Returns:
         (..., m, c) of ``x``'s dtype.
@@ -144,7 +154,7 @@ def ridge_solve(a: Tensor, x: Tensor, *, ridge: float | None = None, order: int 
 
 
 def solve_spectrum(eigenvalues: Tensor, *, ridge: float | None = None, order: int = 2) -> Tensor:
-    """Eigenvalues of Y for those of A: ``1 / (lam + r)`` or ``(lam + 2 r) / (lam + r)^2``.
+    """Eigenvalues of Y given those of A: ``1 / (lam + r)`` or ``(lam + 2 r) / (lam + r)^2``.
 
     Example:
         >>> import torch, softfree
@@ -166,7 +176,8 @@ def solve_residual(a: Tensor, *, ridge: float | None = None, order: int = 2) -> 
         tensor(0.0083)
     """
     _check_matrix(a)
-    a = a.to(compute_dtype(a.dtype))
-    size = torch.linalg.matrix_norm(a, 2)
-    error = a @ ridge_solve(a, a, ridge=ridge, order=order) - a
-    return torch.linalg.matrix_norm(error, 2) / size
+    with torch.autocast(a.device.type, enabled=False):
+        a = a.to(compute_dtype(a.dtype))
+        size = torch.linalg.matrix_norm(a, 2)
+        error = a @ ridge_solve(a, a, ridge=ridge, order=order) - a
+        return torch.linalg.matrix_norm(error, 2) / size

@@ -1,7 +1,7 @@
-"""C compiled when first needed, for the processor at hand, and kept in the user's cache; as Triton does with its launchers.
+"""C code that is compiled on first use for the local processor and kept in the user's cache.
 
-Nothing depends on it: where there is no compiler, or ``SOFTFREE_NATIVE=0`` is set, :func:`load` gives None and PyTorch's own
-operations take the place of compiled ones.
+Triton does the same with its launchers. Compilation is optional: without a compiler, or with
+``SOFTFREE_NATIVE=0``, :func:`load` returns None and PyTorch's own operations are used instead.
 """
 
 import ctypes
@@ -15,31 +15,37 @@ import tempfile
 import warnings
 from pathlib import Path
 
-# PyTorch's threads are OpenMP's, too, and those of one libgomp.
+# PyTorch also uses OpenMP threads, and both share one libgomp.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 SECONDS = 120
 
 
 @functools.cache
 def load(source: Path) -> ctypes.CDLL | None:
-    """The library made of a C file; None where it can't be had, with a warning if a compiler tried and failed."""
+    """The library compiled from a C file.
+
+    None if there is no compiler, or with a warning if compilation failed.
+    """
     command = compiler()
     if command is None:
         return None
     try:
         return ctypes.CDLL(str(_compiled(source, command)))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        said = (getattr(error, "stderr", None) or "").strip() or str(error)
         warnings.warn(
-            f"{source.name} could not be compiled by {command} and loaded: {said.strip().splitlines()[-1]}. "
-            "Plain PyTorch takes its place, slower; SOFTFREE_NATIVE=0 avoids the attempt.",
+            f"{source.name} could not be compiled by {command} and loaded: {said.splitlines()[-1]}. "
+            "Plain PyTorch is used instead, which is slower; SOFTFREE_NATIVE=0 skips the attempt.",
             stacklevel=2,
         )
         return None
 
 
 def compiler() -> str | None:
-    """The path of a C compiler: ``CC``, cc, gcc or clang; None if there is none, or none is wanted."""
+    """The path of a C compiler: ``CC``, cc, gcc or clang.
+
+    None if there is none or ``SOFTFREE_NATIVE=0`` is set.
+    """
     if os.environ.get("SOFTFREE_NATIVE") == "0" or os.name != "posix":
         return None
     names = [os.environ.get("CC"), "cc", "gcc", "clang"]
@@ -47,39 +53,50 @@ def compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where softfree keeps what it can make again: ``SOFTFREE_CACHE``, or ``softfree`` in the user's folder for caches."""
+    """The folder for files that can be recreated: ``SOFTFREE_CACHE``, or one in the user's cache folder."""
     chosen = os.environ.get("SOFTFREE_CACHE")
     if chosen:
-        return Path(chosen)
+        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "softfree"
 
 
 def _compiled(source: Path, command: str) -> Path:
-    """The library of this source, compiler and processor, made unless it is there."""
+    """The library for this source, compiler and processor; compiled unless it is in the cache, undamaged.
+
+    Its name ends with the digest of its content: loading a file that was cut off would end the process.
+    """
     version = _run(command, "-v").stderr
     parts = (source.read_text(), *FLAGS, version, _processor())
-    name = f"{source.stem}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:20]}.so"
+    stem = f"{source.stem}-{_digest(repr(parts).encode())}"
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if (folder / name).exists():
-            return folder / name
+        for path in folder.glob(f"{stem}-*.so"):
+            if path.name == f"{stem}-{_digest(path.read_bytes())}.so":
+                return path
         handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
-    except (OSError, RuntimeError):  # no home, or no right to write there
+    except (OSError, RuntimeError):  # no home folder, or no permission to write there
         folder = Path(_for_this_process().name)
         handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
         _run(command, *FLAGS, str(source), "-o", made, "-lm")
-        os.replace(made, folder / name)  # at once, so that no other process reads half of it
+        path = folder / f"{stem}-{_digest(Path(made).read_bytes())}.so"
+        os.replace(made, path)  # atomic, so that no other process reads half of it
     finally:
         Path(made).unlink(missing_ok=True)
-    return folder / name
+    return path
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=True, timeout=SECONDS
+    )
 
 
 @functools.cache
@@ -88,7 +105,7 @@ def _for_this_process() -> tempfile.TemporaryDirectory:
 
 
 def _processor() -> str:
-    """What ``-march=native`` looks at, for homes that several machines share."""
+    """The processor features that ``-march=native`` depends on, for home folders that machines share."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

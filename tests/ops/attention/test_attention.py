@@ -390,6 +390,27 @@ def test_a_common_shift_changes_nothing(backend):
 
 
 @backends
+@pytest.mark.parametrize("inverse", ["newton", "solve"])
+def test_a_large_common_shift_costs_float32_no_digits(backend, inverse):
+    q = torch.randn(1, 2, 300, 32) + 1.37e4
+    grad, v = torch.randn(2, 1, 2, 300, 32)
+
+    def results(dtype, backend):
+        tokens = [t.to(dtype).requires_grad_() for t in (q, v, q[:, :, ::6])]
+        out = softfree.soft_attention(
+            tokens[0], None, *tokens[1:], inverse=inverse, backend=backend
+        )
+        return out.detach(), *torch.autograd.grad(out, tokens, grad.to(dtype))
+
+    exact = results(torch.float64, "reference")
+    errors = [
+        relative_error(own, e)
+        for own, e in zip(results(torch.float32, backend), exact, strict=True)
+    ]
+    assert errors[0] < 1e-5 and max(errors) < 1e-4, errors
+
+
+@backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strides_do_not_matter(backend, dtype):
     problem = random_problem(n=9, n_k=12, d_v=5, batch=3)

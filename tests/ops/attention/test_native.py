@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import softfree
 from softfree.ops.attention import native
 
-from .problems import attend, errors, random_problem, solve
+from .problems import attend, errors, random_problem, relative_error, solve
 
 needs_compiler = pytest.mark.skipif(not native.available(), reason="no C compiler")
 
@@ -68,6 +68,25 @@ def test_what_else_is_in_the_batch_changes_no_bit():
     for sample in range(3):
         one = problem.map(lambda t, sample=sample: t[sample : sample + 1])
         assert torch.equal(attend(one, "native", inverse="solve")[0], whole[sample])
+
+
+@needs_compiler
+@pytest.mark.parametrize("n", [100, 2000])
+@pytest.mark.parametrize("n_k", [None, 150])
+def test_a_sample_with_landmarks_far_apart_changes_no_bit_of_the_others(n, n_k):
+    problem = random_problem(n=n, n_k=n_k, m=20, d=16, batch=3).rounded(torch.float32)
+    problem.q[1] *= 8
+    problem.landmarks[1] = problem.q[1, :, :20] + 0.25 * problem.landmarks[1]
+    if n_k is not None:
+        problem.k[1, :, :20] = problem.q[1, :, :20]
+    whole = solve(problem, "native", torch.float32, inverse="solve")
+    exact = solve(problem, "reference", torch.float64, inverse="solve")
+    for sample in (0, 2):
+        one = problem.map(lambda t, sample=sample: t[sample : sample + 1])
+        for name, alone in solve(one, "native", torch.float32, inverse="solve").items():
+            assert torch.equal(alone[0], whole[name][sample]), name
+    for name, own in whole.items():
+        assert relative_error(own[1].double(), exact[name][1]) < 1e-4, name
 
 
 @needs_compiler

@@ -81,8 +81,28 @@ def test_float32_keeps_its_digits_on_matrices_that_are_hard_to_invert(m, order, 
         factor = inverse_factor(a.float(), ridge)
         got = r @ solve(factor, u.float(), ridge, order).double()
         assert relative_error(got, expected) < 1e-5, kind
-        exported = iterated_solve(a.float()[None], u.float()[None], ridge, order)[0].double()
-        assert relative_error(r @ exported, expected) < 1e-4, kind
+
+
+@pytest.mark.parametrize("m", [1, 7, 49, 256, 1000])
+@pytest.mark.parametrize(("order", "ridge"), [*SETTINGS, (1, 1e-3)])
+def test_the_solve_for_exporters_is_the_same_at_every_ridge(m, order, ridge):
+    for kind in ("ones", "clusters", "line", "random"):
+        landmarks = hard_landmarks(m)[kind]
+        a = kernel_of(landmarks.float().double())
+        tokens = landmarks[torch.arange(300) % m] + 0.3 * torch.randn(300, 32).double()
+        r = gaussian_kernel(tokens, landmarks, 1 / math.sqrt(32))
+        u = r.mT @ torch.randn(300, 32, dtype=torch.float64)
+        expected = r @ softfree.ridge_solve(a, u, ridge=ridge, order=order)
+        exported = iterated_solve(a.float()[None], u.float()[None], ridge, order)
+        assert exported.dtype == torch.float32
+        assert relative_error(r @ exported[0].double(), expected) < 1e-4, kind
+
+
+def test_the_residual_is_the_same_under_autocast():
+    a = kernel_matrix(5, 8).float()
+    expected = softfree.solve_residual(a)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(softfree.solve_residual(a), expected)
 
 
 def test_the_ridge_of_an_order_is_its_own_if_none_is_given():

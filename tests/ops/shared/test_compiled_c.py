@@ -79,6 +79,34 @@ def test_a_compiler_that_fails_is_named_in_one_warning_and_leaves_nothing(source
     assert libraries(source) == []
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "damage", [lambda whole: b"", lambda whole: whole[:5000], lambda whole: b"no ELF"]
+)
+def test_a_damaged_library_is_compiled_again(source, damage):
+    compiled_c.load(source)
+    (name,) = libraries(source)
+    path = source.parent / "cache" / name
+    path.write_bytes(damage(path.read_bytes()))
+    program = (
+        "import pathlib, runpy, sys; module = runpy.run_path(sys.argv[1]); "
+        "sys.exit(module['load'](pathlib.Path(sys.argv[2])).twice(21) != 42)"
+    )
+    command = [sys.executable, "-W", "error", "-c", program, compiled_c.__file__, str(source)]
+    assert subprocess.run(command).returncode == 0
+    assert libraries(source) == [name]
+
+
+@pytest.mark.parametrize("said", [b"\\n", b"\\377\\n"])
+def test_a_compiler_that_says_nothing_readable_is_named_all_the_same(source, monkeypatch, said):
+    odd = source.parent / "cc"
+    odd.write_text(f"#!/bin/sh\nprintf '{said.decode()}' >&2\nexit 1\n")
+    odd.chmod(0o755)
+    monkeypatch.setenv("CC", str(odd))
+    with pytest.warns(UserWarning, match="sums.c could not be compiled by"):
+        assert compiled_c.load(source) is None
+
+
 def test_without_a_compiler_or_where_none_is_wanted_there_is_no_library(source, monkeypatch):
     monkeypatch.setenv("SOFTFREE_NATIVE", "0")
     assert compiled_c.load(source) is None
@@ -97,3 +125,5 @@ def test_the_cache_is_where_the_user_s_caches_are(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert compiled_c.cache_folder() == tmp_path / "home" / ".cache" / "softfree"
+    monkeypatch.setenv("SOFTFREE_CACHE", "~/own")
+    assert compiled_c.cache_folder() == tmp_path / "home" / "own"

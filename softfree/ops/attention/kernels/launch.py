@@ -1,10 +1,14 @@
-"""Backend ``"triton"``: which kernel runs, on which blocks, in how many programs.
+"""Backend ``"triton"``: which kernels run, with which blocks, in how many programs.
 
-Forward, long inputs: collect (U = P V, in parts), mixing (inverse, W = Y' U) or factor and solve, spread (X = R W).
-Backward: collect (dW = R^T G and, of few tokens, U again, in parts), mixing_backward (W, dU, the inverse's part of dL),
-spread_backward (dQ, dK, dV, dL). Short inputs: one kernel each way. Landmarks that do not fit a program go
-tile by tile, and the backward then takes two passes more: spread_tiled_backward (dQ, dV; again for keys of
-their own) and spread_backward for dL alone.
+Forward, long inputs: collect (U = P V, in parts), mixing (inverse, W = Y' U) or factor and solve, spread
+(X = R W).
+Backward, long inputs: collect (dW = R^T G and, for few tokens, U again, in parts), mixing_backward (W, dU,
+the inverse's part of dL), spread_backward (dQ, dK, dV, dL).
+Short inputs: one kernel each way.
+
+Landmarks that do not fit into a program are processed in tiles. The backward pass then also runs
+spread_tiled_backward for dQ and dV (and again for dK and dV of separate keys), and spread_backward computes
+only dL.
 """
 
 import functools
@@ -44,22 +48,23 @@ from softfree.ops.shared.precision import exactly
 from softfree.ops.shared.registration import LEFT_OUT
 from softfree.ops.shared.shapes import block, power_of_two, tiles_of, token_layout
 
-# Beyond, the m x m part is a launch for each of its products; before Hopper its float32 matrices do not fit the chip.
+# Beyond this, the m x m part takes one launch per product. Before Hopper, its float32 matrices do not fit on
+# the chip.
 MAX_FUSED_LANDMARKS = {"Hopper": 128, "before": 64}
-MAX_LANDMARKS_IN_REGISTERS = 64  # of the inverse
-MAX_LANDMARKS_AT_ONCE = 128  # in a program of a token pass; more spill its registers
-LANDMARK_TILE = {"Hopper": 32, "before": 16}  # where they do not fit one
-# Of the factorisation: landmarks of a tile and warps, for up to 64 landmarks and beyond.
+MAX_LANDMARKS_IN_REGISTERS = 64  # for the inverse
+MAX_LANDMARKS_AT_ONCE = 128  # in one program of a token pass; more would spill registers
+LANDMARK_TILE = {"Hopper": 32, "before": 16}  # per program, if not all landmarks fit
+# For the factorisation: landmarks per tile and warps, for up to 64 landmarks and beyond.
 FACTOR_TILE = ((16, 1), (32, 4))
 MAX_SPLIT_ITERATIONS = 30  # ||Y|| stays below 0.9 * 2^(T/2), within float16's range up to here
-# One launch each way, a program per head, up to so many tokens while the heads are at most so many per processor.
-# With more heads the token passes of their own keep more programs on a processor. One launch does not keep U, so
-# its tokens are at most ``chunked.FEW_TOKENS``.
+# One launch each way with one program per head: pairs of the most tokens and the most heads per processor.
+# With more heads, separate token passes keep more programs on a processor. One launch does not keep U, so the
+# tokens are at most ``chunked.FEW_TOKENS``.
 ONE_LAUNCH = ((1024, 1), (256, 4))
 
 
 class Tile(NamedTuple):
-    """Tokens of a tile, warps of a program, software pipeline depth, programs for each processor."""
+    """Tokens per tile, warps per program, software pipeline depth, programs per processor."""
 
     tokens: int
     warps: int
@@ -67,7 +72,7 @@ class Tile(NamedTuple):
     programs: int = 2
 
 
-# By the block of landmarks and whether inputs have 16 bits; tuned on an NVIDIA H200 at d = 32.
+# Keyed by the block of landmarks and whether inputs have 16 bits; tuned on an NVIDIA H200 at d = 32.
 TILES = {
     "collect": {(64, True): Tile(64, 4, 3, 3)},
     "spread": {(64, True): Tile(64, 4, 3, 4)},
@@ -94,9 +99,9 @@ def _tile(kernel: str, shape: "_Shape") -> Tile:
         and not shape.sixteen_bit
         and kernel in ("spread_backward", "short_backward")
     ):
-        return Tile(16, 4, 1)  # 99 KiB of shared memory are all that some of these have
+        return Tile(16, 4, 1)  # some of these GPUs have only 99 KiB of shared memory
     if not shape.hopper and kernel == "spread_backward":
-        return Tile(32, 4, 2)  # else registers spill
+        return Tile(32, 4, 2)  # otherwise registers spill
     return Tile(32 if large else 64, 8 if large else 4, 1 if large else 2)
 
 
@@ -110,7 +115,7 @@ class _Shape(NamedTuple):
     block_d: int
     block_c: int
     tile_m: int  # landmarks that a program of a token pass holds
-    sixteen_bit: bool  # inputs
+    sixteen_bit: bool  # whether the inputs are
     hopper: bool
 
     @classmethod
@@ -131,12 +136,12 @@ class _Shape(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether one program does the m x m part."""
+        """Whether one program computes the m x m part."""
         return _fused(self.m, self.hopper)
 
     @property
     def tiles(self) -> int:
-        """Of landmarks, in a token pass."""
+        """The number of landmark tiles in a token pass."""
         return tiles_of(self.m, self.tile_m)
 
     @property
@@ -146,7 +151,7 @@ class _Shape(NamedTuple):
 
     @property
     def target(self) -> dict[str, str]:
-        """What a token pass is compiled for; nothing: the GPU at hand."""
+        """The target that a token pass is compiled for; empty for the current GPU."""
         return as_for_ampere() if self.tiles > 1 else {}
 
 
@@ -159,9 +164,9 @@ def _fused(landmarks: int, hopper: bool) -> bool:
 
 
 def inverse_shape(landmarks: Tensor, settings: AttentionSettings) -> tuple[int, ...]:
-    """Of what :func:`forward` keeps of the inverse.
+    """The shape of the inverse that :func:`forward` keeps.
 
-    Where one program makes it that is a lower triangle, and of a solve also the normalisation.
+    If one program computes it, only the lower triangle is kept, and for a solve also the normalisation.
     """
     return _inverse_shape(landmarks.shape, devices.is_hopper(landmarks.device), settings)
 
@@ -176,21 +181,21 @@ def _inverse_shape(
 
 
 def _fits(dtype: torch.dtype, hopper: bool, block_m: int, widest: int) -> bool:
-    """Whether a program of a token pass can hold all landmarks, by what the compiler reports it needs."""
+    """Whether a program of a token pass can hold all landmarks, judging by what the compiler reports."""
     if block_m > MAX_LANDMARKS_AT_ONCE:
         return False
     if dtype == torch.bfloat16:
         return block_m * widest <= (128 * 128 if hopper else 64 * 64)
-    # The other dtypes keep W and dU in float32, and float32 its tokens split in two.
+    # The other dtypes keep W and dU in float32, and float32 also splits its tokens in two.
     if not hopper:
         return block_m <= 64 and widest <= 32
     return (widest <= 32 and block_m <= 128) or block_m <= 32
 
 
 class _Call:
-    """What follows from sizes, strides and settings: blocks, grids, and the kernels' launches but for their tensors.
+    """Everything that follows from sizes, strides and settings: blocks, grids, and launches without tensors.
 
-    Made once, by :func:`remembered_call`; a property is computed where it is first needed.
+    :func:`remembered_call` creates it once; each property is computed when it is first needed.
     """
 
     def __init__(
@@ -230,7 +235,7 @@ class _Call:
 
     @functools.cached_property
     def one_launch(self) -> bool:
-        """Whether one kernel does all: few tokens per head, and few heads."""
+        """Whether one kernel does everything: few tokens per head, and few heads."""
         shape, n = self.shape, max(self.n, self.n_k)
         count = devices.processors(self.device)
         fits = shape.tiles == 1 and shape.block_m <= MAX_LANDMARKS_IN_REGISTERS
@@ -238,7 +243,7 @@ class _Call:
         return fits and few
 
     def deal(self, n: int, tile: Tile, least: int = 1) -> tuple[int, int]:
-        """How many programs share a head's tokens, and how many tokens each takes (whole tiles)."""
+        """The number of programs that share a head's tokens, and the tokens for each (whole tiles)."""
         tiles = tiles_of(n, tile.tokens)
         wanted = tiles_of(tile.programs * devices.processors(self.device), self.shape.rows)
         wanted = max(wanted, least)
@@ -246,7 +251,10 @@ class _Call:
         return tiles_of(n, stretch), stretch
 
     def deal_for_sums(self, n: int) -> tuple[int, int]:
-        """The same where each program gives a part of a sum: up to four, while two rounds of programs take them all."""
+        """The same if each program computes a part of a sum.
+
+        A head then gets at least four programs, or as many as two rounds of programs allow.
+        """
         two_rounds = 8 * devices.processors(self.device) // self.shape.rows
         return self.deal(n, _tile("collect", self.shape), min(4, two_rounds))
 
@@ -254,14 +262,14 @@ class _Call:
         return [stride for name in names for stride in self.strides[name][:3]]
 
     def token_pass(self, tile: Tile) -> dict[str, Any]:
-        """What a pass over the tokens is compiled with."""
+        """The compile-time options of a pass over the tokens."""
         return self.blocks | self.flags | dict(
             BLOCK_M=self.shape.tile_m, BLOCK_N=tile.tokens,
             num_warps=tile.warps, num_stages=tile.stages, **self.shape.target,
         )  # fmt: skip
 
     def short(self, kernel: str) -> dict[str, Any]:
-        """What a kernel that does all in one is compiled with."""
+        """The compile-time options of a kernel that does everything in one launch."""
         tile = _tile(kernel, self.shape)
         return self.blocks | self.flags | dict(
             BLOCK_N=tile.tokens, HAS_KEY_MASK=self.has_key_mask, NORMALIZE=self.settings.normalize,
@@ -270,7 +278,7 @@ class _Call:
 
     @property
     def steps(self) -> dict[str, bool]:
-        """How a program takes Newton's steps."""
+        """The compile-time options for Newton's steps."""
         inverse = self.settings.inverse
         return dict(
             HALVING=inverse.start == "halving", SPLIT=inverse.iterations <= MAX_SPLIT_ITERATIONS
@@ -289,13 +297,13 @@ class _Call:
 
     @functools.cached_property
     def query_parts(self) -> tuple[int, ...]:
-        """The shape of dW's parts, as they are collected from the queries."""
+        """The shape of dW's parts as collected from the queries."""
         count, _ = self.deal_for_sums(self.n)
         return self.shape.rows, count, self.shape.m, self.shape.d_v
 
     @functools.cached_property
     def key_parts(self) -> tuple[int, ...]:
-        """The shape of U's parts, as they are collected from the keys."""
+        """The shape of U's parts as collected from the keys."""
         count, _ = self.deal_for_sums(self.n_k)
         return self.shape.rows, count, self.shape.m, self.shape.d_v
 
@@ -306,7 +314,7 @@ class _Call:
 
     @functools.cached_property
     def collect_values_beside(self) -> Launch:
-        """The same, begun while the kernel before it runs, where it may be, and ended after it."""
+        """The same; it may start while the kernel before it still runs, but it ends after that one."""
         return self._collect("keys", self.n_k, "v", "v", **self.early)
 
     @functools.cached_property
@@ -316,7 +324,7 @@ class _Call:
 
     @functools.cached_property
     def collect_both(self) -> Launch:
-        """Where the queries are the keys."""
+        """dW and U in one pass, if the queries are the keys."""
         return self._collect("q", self.n, "grad", "v")
 
     def _collect(self, tokens: str, n: int, first: str, second: str, **beside: bool) -> Launch:
@@ -326,7 +334,7 @@ class _Call:
             shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
             *self.strides_of(tokens, first, second), self.log2_scale,
         )  # fmt: skip
-        keys = second == "v"  # the mask is for U alone
+        keys = second == "v"  # the mask only applies to U
         return Launch(
             collect_kernel, (shape.rows * count, shape.tiles), values,
             QUERIES=first == "grad", KEYS=keys, HAS_KEY_MASK=self.has_key_mask and keys,
@@ -335,12 +343,12 @@ class _Call:
 
     @functools.cached_property
     def panel(self) -> int:
-        """Of an inverse beyond the registers; 0 for one that fits them."""
+        """The panel size for an inverse that does not fit into the registers; 0 if it fits."""
         return 32 if self.shape.block_m > MAX_LANDMARKS_IN_REGISTERS else 0
 
     @functools.cached_property
     def mix(self) -> Launch:
-        """The inverse, W = Y' U and, where it is kept, U."""
+        """The inverse, W = Y' U and, if it is kept, U."""
         shape, settings, parts = self.shape, self.settings, self.key_parts[1]
         values = (
             shape.heads, shape.m, shape.d, shape.d_v, parts, self.scale,
@@ -356,15 +364,15 @@ class _Call:
 
     @functools.cached_property
     def overlap(self) -> bool:
-        """Whether a token pass may begin before the kernel ahead of it has ended, and wait for it where it needs it.
+        """Whether a token pass may start before the preceding kernel ends, and wait for it only where needed.
 
-        That kernel is launched as usual, so whatever came before it has ended by then.
+        The preceding kernel is launched as usual, so everything before it has ended by then.
         """
         return self.shape.tiles == 1 and devices.can_overlap(self.device)
 
     @property
     def early(self) -> dict[str, bool]:
-        """How such a pass is launched."""
+        """The options that launch such a pass."""
         return dict(OVERLAP=True, launch_pdl=True) if self.overlap else dict(OVERLAP=False)
 
     @property
@@ -389,7 +397,7 @@ class _Call:
 
     @functools.cached_property
     def solve(self) -> Launch:
-        """W = Y' U and, where it is kept, U."""
+        """W = Y' U and, if it is kept, U."""
         shape, inverse, parts = self.shape, self.settings.inverse, self.key_parts[1]
         values = (shape.m, shape.d_v, parts, inverse.ridge)
         return Launch(
@@ -415,9 +423,9 @@ class _Call:
 
     @functools.cached_property
     def given(self) -> tuple[list[Part], int]:
-        """The tokens, landmarks and masks of a chain's tensors, and how many they are.
+        """The tokens, landmarks and masks as parts of a chain's tensors, and their number.
 
-        A chain is called with the tensors that there are. What is not there stands where q is, and is not read.
+        A chain is called with the tensors that exist; an absent one points at q and is never read.
         """
         there = True, self.cross, True, True, self.has_key_mask, self.has_landmark_mask
         numbers = itertools.count()
@@ -425,7 +433,7 @@ class _Call:
 
     @functools.cached_property
     def forward_chain(self) -> tuple[Chain, Room]:
-        """Of the tensors given, x, the inverse, and U and room where they are needed."""
+        """The forward pass, called with the inputs, x, the inverse and, if needed, U and scratch memory."""
         tokens, count = self.given
         x, inverse = Part(count), Part(count + 1)
         u = Part(count + 2) if self.keeps_sums else inverse  # not read
@@ -434,7 +442,10 @@ class _Call:
 
     @functools.cached_property
     def passing_chain(self) -> tuple[Chain, Room]:
-        """Of the tensors given, x, and the room it needs, inverse and U included: nobody keeps them."""
+        """The forward pass without a gradient, called with the input tensors, x and scratch memory.
+
+        The inverse and U are in the scratch memory, because they are not kept.
+        """
         tokens, count = self.given
         room = Room(count + 1)
         inverse, u = room.part(self.inverse), room.part(self.sums)
@@ -443,7 +454,7 @@ class _Call:
     def forward_steps(
         self, tokens: Sequence[Part], x: Part, inverse: Part, u: Part, room: Room
     ) -> list[Step]:
-        """The forward pass where one program does the m x m part."""
+        """The forward pass if one program computes the m x m part."""
         if self.one_launch:
             return [(self.short_forward, (*tokens, x, inverse))]
         q, keys, v, landmarks, key_mask, landmark_mask = tokens
@@ -472,7 +483,11 @@ class _Call:
 
     @functools.cached_property
     def backward_chain(self) -> tuple[Chain, Room]:
-        """Of the tensors given, the gradient, the inverse, those of q, v, landmarks, and where needed of k, U and room."""
+        """The backward pass.
+
+        It is called with the input tensors, the result's gradient, the inverse, the gradients of q, v and
+        landmarks and, if needed, the gradient of k, U and scratch memory.
+        """
         tokens, count = self.given
         grad, inverse, grad_q, grad_v, grad_landmarks = map(Part, range(count, count + 5))
         grad_k = Part(count + 5) if self.cross else grad_q
@@ -489,7 +504,10 @@ class _Call:
         gradients: Sequence[Part],
         room: Room,
     ) -> list[Step]:
-        """The backward pass where one program does the m x m part; ``given`` is the gradient, then the tokens."""
+        """The backward pass if one program computes the m x m part.
+
+        ``given`` is the result's gradient, followed by the tokens, landmarks and masks.
+        """
         if self.one_launch:
             return [(self.short_backward, (*given, inverse, *gradients))]
         shape = self.shape
@@ -508,7 +526,7 @@ class _Call:
         )
 
     def collect_steps(self, given: Sequence[Part], dw_parts: Part, u_parts: Part) -> list[Step]:
-        """The first pass over the tokens; U is collected again where it was not kept."""
+        """The first pass over the tokens; U is collected again if it was not kept."""
         grad, q, keys, v, *masked = given
         if self.shape.collects_both and not self.keeps_sums and not self.cross:
             return [(self.collect_both, (q, grad, v, *masked, dw_parts, u_parts))]
@@ -519,7 +537,7 @@ class _Call:
 
     @functools.cached_property
     def passes(self) -> tuple[Chain, Chain]:
-        """Both passes over the tokens, for what comes between them to be done by PyTorch."""
+        """Both passes over the tokens as separate chains, with PyTorch's work between them."""
         given = [*map(Part, range(7))]
         first = self.collect_steps(given, Part(7), Part(8))
         return Chain(first), Chain(self.token_gradients(given, *map(Part, range(7, 15))))
@@ -559,7 +577,7 @@ class _Call:
 
     @functools.cached_property
     def landmark_parts(self) -> tuple[int, int, int, int]:
-        """How many parts dL has, how many of them from queries, and the tokens of each of these and of the others."""
+        """The number of dL's parts, how many are from queries, and the tokens per query part and key part."""
         tile = _tile("spread_backward", self.shape)
         stretches, stretch = self.deal(self.n, tile)
         key_stretches, key_stretch = self.deal(self.n_k, tile) if self.cross else (0, 0)
@@ -567,7 +585,10 @@ class _Call:
 
     @property
     def written_parts(self) -> int:
-        """Of dL, the inverse's among them. A single part of the tokens is added to that where it is made."""
+        """The number of dL's parts in memory, including the inverse's.
+
+        A single part from the tokens is added directly.
+        """
         parts = self.landmark_parts[0]
         return 1 if parts == 1 else 1 + parts
 
@@ -589,7 +610,7 @@ class _Call:
 
     @functools.cached_property
     def spread_backward(self) -> Launch:
-        """dL and, of landmarks that fit a program, dQ, dK and dV."""
+        """dL and, for landmarks that fit into a program, dQ, dK and dV."""
         shape, (parts, *stretches) = self.shape, self.landmark_parts
         values = (
             *self.backward_sizes, parts, *stretches, *self.backward_strides,
@@ -604,12 +625,12 @@ class _Call:
 
     @functools.cached_property
     def spread_tiled_backward(self) -> Launch:
-        """dQ, and dV where the queries are the keys, of landmarks in tiles."""
+        """dQ, and dV if the queries are the keys, for landmarks in tiles."""
         return self._spread_tiled("q", "grad_q", self.n, queries=True, keys=not self.cross)
 
     @functools.cached_property
     def spread_tiled_keys_backward(self) -> Launch:
-        """dK and dV of keys of their own."""
+        """dK and dV of separate keys, for landmarks in tiles."""
         return self._spread_tiled("keys", "grad_k", self.n_k, queries=False, keys=True)
 
     def _spread_tiled(self, tokens: str, out: str, n: int, *, queries: bool, keys: bool) -> Launch:
@@ -631,12 +652,15 @@ BACKWARD_NAMES = "grad", *FORWARD_NAMES
 
 @functools.lru_cache(maxsize=1024)
 def remembered_call(sizes, masks, dtype, device, settings, names, strides):
-    """The call of these sizes and settings, and of these tokens' strides; results are laid out as tokens by default."""
+    """The call for these sizes, settings and token strides.
+
+    Results have the token layout unless strides are given.
+    """
     return _Call(sizes, masks, dtype, device, settings, dict(zip(names, strides, strict=True)))
 
 
 def _tensors(inputs: Inputs) -> Inputs:
-    """Tokens by rows, landmarks, masks as bytes."""
+    """Inputs as kernels take them: tokens with contiguous channels, contiguous landmarks, masks as bytes."""
     q, k, v, landmarks, key_mask, landmark_mask = inputs
     if (
         q.stride(3) == v.stride(3) == 1
@@ -659,12 +683,12 @@ def _there(inputs: Inputs) -> list[Tensor]:
 
 
 def _filled(inputs: Inputs) -> tuple[Tensor, ...]:
-    """With the queries in the place of what is not there."""
+    """The inputs, with the queries in place of absent tensors."""
     return (*[inputs.q if tensor is None else tensor for tensor in inputs],)
 
 
 def _needed(call: _Call, u: Tensor, room: Room, like: Tensor) -> list[Tensor]:
-    """Of U and room, those that a chain takes."""
+    """U and scratch memory, if the chain takes them."""
     needed = [u] if call.keeps_sums else []
     if room.bytes:
         needed.append(room.empty(like))
@@ -676,7 +700,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.forward`, with the inverse in :func:`inverse_shape`.
 
-    Inverse and U are left out where they are not to be ``keep``-t.
+    Without ``keep``, the inverse and U are left out.
     """
     q, k, v, landmarks, key_mask, landmark_mask = inputs = _tensors(inputs)
     strides = q.stride()
@@ -704,7 +728,7 @@ def forward(
 def forward_in_parts(
     call: _Call, inputs: Inputs, x: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the m x m part takes more than a program."""
+    """The forward pass if the m x m part takes more than one program."""
     q, keys, v, landmarks, key_mask, landmark_mask = _filled(inputs)
     settings = call.settings
     parts = _float32(q, call.key_parts)
@@ -729,7 +753,7 @@ def backward(
     u: Tensor,
     settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`softfree.ops.attention.chunked.backward`; the gradient of k is left out where there is none."""
+    """As :func:`softfree.ops.attention.chunked.backward`; the gradient of k is left out if k is None."""
     q, k, v, landmarks, key_mask, landmark_mask = inputs = _tensors(inputs)
     grad, strides = _rows(grad), q.stride()
     call = remembered_call(
@@ -764,7 +788,7 @@ def backward_in_parts(
     u: Tensor,
     found: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Where the m x m part takes more than a program; writes the gradients ``found``."""
+    """The backward pass if the m x m part takes more than one program; writes the gradients ``found``."""
     tokens = q, *_, landmarks, _, landmark_mask = _filled(inputs)
     grad_q, grad_k, grad_v, grad_landmarks = found
     shape = call.shape
@@ -792,7 +816,7 @@ def backward_in_parts(
 
 
 def _landmark_matrix(call: _Call, landmarks: Tensor, landmark_mask: Tensor) -> Tensor:
-    """``A = kappa(L, L)``, (batch, heads, m, m), of landmarks too many for one program."""
+    """``A = kappa(L, L)``, (batch, heads, m, m), for more landmarks than one program takes."""
     batch, heads, m, d = landmarks.shape
     a = _float32(landmarks, (batch, heads, m, m))
     tiles = tiles_of(m, 64)
@@ -805,18 +829,19 @@ def _landmark_matrix(call: _Call, landmarks: Tensor, landmark_mask: Tensor) -> T
 
 
 def _newton_inverse(a: Tensor, settings: InverseSettings) -> Tensor:
-    """The inverse of matrices (batch, heads, m, m) too large for one program, two launches per step."""
+    """The inverse of matrices (batch, heads, m, m) too large for one program, with two launches per step."""
     iterations = settings.iterations
     b = add_ridge(a, settings.ridge).contiguous()
     y = start_value(a, settings.start, settings.ridge) * b
     m = a.shape[-1]
-    # An entry of the inverse may be as small as 1 / m^2, which two float16 lose for more landmarks.
+    # An entry of the inverse may be as small as 1 / m^2. With more landmarks, two float16 numbers would lose
+    # it.
     split = iterations <= MAX_SPLIT_ITERATIONS and m <= 512
     large = split and m > 192 and devices.is_hopper(a.device)
     options: dict[str, Any] = dict(
         BLOCK=64, BLOCK_K=32, num_warps=4, num_stages=3, **as_for_ampere()
     )
-    if large:  # operands straight from memory: Hopper's matrix instructions are safe here
+    if large:  # operands come straight from memory, so Hopper's matrix instructions are safe here
         options = dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3)
     tiles = tiles_of(m, options["BLOCK"])
     if split:
@@ -836,7 +861,7 @@ def _newton_inverse(a: Tensor, settings: InverseSettings) -> Tensor:
 
 
 def _split(matrices: Tensor, side: int) -> Tensor:
-    """float32 matrices (batch, heads, m, m) split in two: (batch, heads, 2, side, side), float16, 0 beyond m."""
+    """float32 matrices (batch, heads, m, m) split into float16: (batch, heads, 2, side, side), 0 beyond m."""
     m = matrices.shape[-1]
     parts = matrices.new_zeros((*matrices.shape[:2], 2, side, side), dtype=torch.float16)
     high = matrices.half()
@@ -846,7 +871,7 @@ def _split(matrices: Tensor, side: int) -> Tensor:
 
 
 def _parts_at_once(parts: int, rows: int, columns: int) -> int:
-    """How many parts of a sum a program loads together: as many as there are, while registers last."""
+    """The number of parts of a sum that a program loads together: all of them, if the registers suffice."""
     return min(power_of_two(parts), max(1, 4 * 64 * 32 // (rows * columns)))
 
 
@@ -860,12 +885,15 @@ def _sum(parts: Tensor, shape: _Shape) -> Tensor:
 
 
 def _flags(dtype: torch.dtype, channels: int) -> dict[str, Any]:
-    """How a token pass multiplies float32; three TF32 products are 1.3e-5 off at 128 channels, so not there."""
+    """How a token pass multiplies float32.
+
+    Beyond 64 channels not by three TF32 products: at 128 they are off by 1.3e-5.
+    """
     if dtype != torch.float32:
         return dict(FLOAT32=False, PRECISION="tf32")
     return dict(FLOAT32=True, PRECISION="tf32x3" if channels <= 64 else "ieee")
 
 
 def _rows(tokens: Tensor) -> Tensor:
-    """Tokens whose channels lie next to each other."""
+    """Tokens with contiguous channels."""
     return tokens if tokens.stride(3) == 1 else tokens.contiguous()

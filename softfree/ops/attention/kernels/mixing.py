@@ -1,4 +1,4 @@
-"""The m x m part in one program per head: kernel matrix, Newton steps, normalisation, and its gradient."""
+"""The m x m part in one program per head: kernel matrix, Newton steps, normalisation, and the gradient."""
 
 import math
 
@@ -24,8 +24,9 @@ RIDGE_FACTOR = tl.constexpr(inverse.RIDGE_FACTOR)
 HALVINGS = tl.constexpr(inverse.HALVINGS)
 LOG2_E = tl.constexpr(math.log2(math.e))
 HALVING_TOLERANCE = tl.constexpr(inverse.HALVING_TOLERANCE)
-LEAST_STEPS = tl.constexpr(10)  # that are taken one by one
-# Sum of the eigenvalues of I - BY whose squares are nothing in float32: the root of its precision.
+LEAST_STEPS = tl.constexpr(10)  # the fewest steps that are taken one by one
+# If the eigenvalues of I - BY sum to less than this, the root of float32's precision, their squares vanish in
+# float32.
 CONVERGED = tl.constexpr(2.0**-11.5)
 
 
@@ -36,10 +37,10 @@ def landmark_matrix(
 ):  # fmt: skip
     """``A = kappa(L, L)`` (M, M), the identity where a landmark takes no part.
 
-    float32 landmarks: distances from differences, channel by channel, which is exact for close landmarks,
-    where the inverse amplifies errors most. Half precision: distances from one product of the landmarks, many times
-    faster; centred, and so 2^-22 |l - c|^2 exact, where A is ``TO_INVERT``. Norms are that product's own
-    diagonal, so that equal landmarks are at distance 0.
+    For float32 landmarks, distances come from differences, channel by channel. That is exact for close
+    landmarks, where the inverse amplifies errors most. In half precision they come from one product of the
+    landmarks, which is many times faster. If A is ``TO_INVERT``, the landmarks are centred, and the error is
+    2^-22 |l - c|^2. The norms are the diagonal of that product, so equal landmarks are at distance 0.
     """
     offs_m = tl.arange(0, BLOCK_M)
     b_eye = offs_m[:, None] == offs_m[None, :]
@@ -57,12 +58,12 @@ def landmark_matrix(
             b_l = b_l.to(tl.float32)
             count = tl.maximum(tl.sum(b_present.to(tl.float32), 0), 1.0)
             b_l = tl.where(b_present[:, None], b_l - (tl.sum(b_l, 0) / count)[None, :], 0.0)
-            # float16's range: landmarks beyond it are like no other anyway.
+            # Clamped to the range of float16. Landmarks beyond it are similar to no other anyway.
             b_l = tl.clamp(b_l, -60000.0, 60000.0)
             b_gram = split_product(b_l, tl.trans(b_l), True)
         else:
             b_gram = tl.dot(b_l, tl.trans(b_l))
-        # An infinite norm is infinitely far from everyone.
+        # An infinite norm puts a landmark infinitely far from all others.
         b_norms = tl.sum(tl.where(b_eye, b_gram, 0.0), 1)
         b_norms = tl.where(b_present, b_norms, float("inf"))
         b_distance = b_norms[:, None] + b_norms[None, :] - 2.0 * b_gram
@@ -74,10 +75,10 @@ def landmark_matrix(
 def newton_inverse(
     b_a, iterations, ridge, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """The iteration of :mod:`softfree.ops.attention.inverse` on one matrix (M, M) of non-negative entries.
+    """The iteration of :mod:`softfree.ops.attention.inverse` on one matrix (M, M) with non-negative entries.
 
-    Sums are along rows throughout: the matrices are symmetric, and sums along columns take many times
-    the instructions.
+    All sums are along rows: the matrices are symmetric, and sums along columns take many times as many
+    instructions.
     """
     offs_m = tl.arange(0, BLOCK_M)
     b_eye = offs_m[:, None] == offs_m[None, :]
@@ -96,15 +97,15 @@ def newton_inverse(
             b_by = split_product(b_b, b_y, SPLIT)
             b_y = 2.0 * b_y - split_product(b_y, b_by, SPLIT)
             if step > 8:
-                # The eigenvalues of I - BY lie in [0, 1) here, so their sum bounds them all, and the step
-                # just taken has squared them: below the bound, further steps would only round anew.
+                # The eigenvalues of I - BY lie in [0, 1) here, so their sum bounds each of them, and the step
+                # just taken has squared them. Below the bound, further steps would only add rounding.
                 remaining = BLOCK_M - tl.sum(tl.where(b_eye, b_by, 0.0))
     return b_y
 
 
 @triton.jit
 def start_bound(b_square, b_eye):
-    """1 over the largest start value that rows of ``B^2`` allow; ``b_eye`` marks their diagonal."""
+    """1 over the largest start value that the rows of ``B^2`` allow; ``b_eye`` marks their diagonal."""
     b_rows = tl.sum(b_square, 1)
     b_diagonal = tl.sum(tl.where(b_eye, b_square, 0.0), 1)
     b_bound = (b_rows - 2 * b_diagonal) * (1.0 / HALVING_TOLERANCE)
@@ -113,7 +114,7 @@ def start_bound(b_square, b_eye):
 
 @triton.jit
 def start_value(norm, ridge, reciprocal):
-    """The factor of B to begin with, by the norm of A; ``reciprocal`` 0 is the scaled start."""
+    """The factor of B to start with, from the norm of A. A ``reciprocal`` of 0 gives the scaled start."""
     alpha = 2.0 / (norm * norm)
     halved = alpha
     for _ in range(HALVINGS):
@@ -125,9 +126,9 @@ def start_value(norm, ridge, reciprocal):
 
 @triton.jit
 def merged_start(norm, ridge, reciprocal, iterations):
-    """The halving start, doubled as often as steps from it do little else, and how often.
+    """The halving start, doubled as long as a step from it does little else, and the number of doublings.
 
-    That is until it is the scaled start, or :data:`LEAST_STEPS` are left.
+    Doubling stops at the scaled start, or when only :data:`LEAST_STEPS` steps are left.
     """
     alpha = start_value(norm, ridge, reciprocal)
     most = start_value(norm, ridge, 0.0)
@@ -141,10 +142,10 @@ def merged_start(norm, ridge, reciprocal, iterations):
 
 @triton.jit
 def merged_steps(b_rows, b_square, alpha, merged, SPLIT: tl.constexpr):
-    """Rows of what k steps from ``alpha / 2^k`` give, nearly, by those of B, and ``B^2``.
+    """Rows of nearly the result of k = ``merged`` steps from ``alpha / 2^k``, given rows of B and ``B^2``.
 
-    Their residual is ``(1 - x / 2^k)^(2^k) = 1 - x + (1 - 2^-k) x^2 / 2 - ...`` with ``x = alpha B^2``. Of the terms left
-    out the steps that follow, :data:`LEAST_STEPS` or more, leave 2e-7.
+    The residual is ``(1 - x / 2^k)^(2^k) = 1 - x + (1 - 2^-k) x^2 / 2 - ...`` with ``x = alpha B^2``. The
+    steps that follow, at least :data:`LEAST_STEPS`, reduce the effect of the omitted terms to 2e-7.
     """
     second = 0.5 * (1.0 - tl.exp2(-merged.to(tl.float32)))
     return alpha * (b_rows - split_product(b_rows, (second * alpha) * b_square, SPLIT))
@@ -155,10 +156,10 @@ def newton_inverse_in_memory(
     b_a, p_b, p_y, p_by, iterations, ridge,
     BLOCK_M: tl.constexpr, PANEL: tl.constexpr, HALVING: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`newton_inverse` for matrices too large for the registers, into ``p_y`` (M, M).
+    """:func:`newton_inverse` for matrices too large for the registers; writes to ``p_y`` (M, M).
 
-    B, Y and BY lie in memory, in fact in its cache. Products go by panels of PANEL rows. A panel of Y may
-    take its new value at once: the others' products read but their own rows of Y.
+    B, Y and BY are in memory, in practice in its cache. Products are computed in panels of PANEL rows. A
+    panel of Y can be overwritten at once, because each product reads only its own rows of Y.
     """
     offs_m = tl.arange(0, BLOCK_M)
     b_eye = offs_m[:, None] == offs_m[None, :]
@@ -196,7 +197,7 @@ def newton_inverse_in_memory(
                 tl.store(p_by + first * BLOCK_M + panel_offs, b_by)
                 b_diagonal = (first + tl.arange(0, PANEL))[:, None] == offs_m[None, :]
                 trace += tl.sum(tl.sum(tl.where(b_diagonal, b_by, 0.0), 1), 0)
-            if step > 8:  # as in newton_inverse; the start itself may overshoot
+            if step > 8:  # as in newton_inverse; before that, the start may overshoot
                 remaining = BLOCK_M - trace
             tl.debug_barrier()
             b_right = tl.load(p_by + offs)
@@ -212,7 +213,10 @@ def landmark_matrix_kernel(
     p_l, p_landmark_mask, p_a, heads, m, d, scale, tiles,
     BLOCK: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads * tiles * tiles,). A tile of ``A = kappa(L, L)`` (m, m), from differences."""
+    """Grid (batch * heads * tiles * tiles,).
+
+    Writes a tile of ``A = kappa(L, L)`` (m, m), from differences.
+    """
     program = tl.program_id(0)
     head = (program // (tiles * tiles)).to(tl.int64)
     first_row = program // tiles % tiles * BLOCK
@@ -243,9 +247,9 @@ def newton_product_kernel(
     p_a, p_b, p_y, p_out, m, tiles,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (matrices * tiles * tiles,). ``A B`` of float32 matrices (m, m), with ``UPDATE`` ``2 Y - A B``.
+    """Grid (matrices * tiles * tiles,). Writes ``A B`` of float32 (m, m); with ``UPDATE``, ``2 Y - A B``.
 
-    Half a Newton step of matrices too large for one program.
+    This is half a Newton step for matrices too large for one program.
     """
     program = tl.program_id(0)
     matrix = (program // (tiles * tiles)).to(tl.int64) * m * m
@@ -272,10 +276,10 @@ def newton_split_kernel(
     p_a, p_b, p_y, p_out, side, tiles,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`newton_product_kernel` of matrices kept split, (2, side, side) of float16.
+    """:func:`newton_product_kernel` for matrices stored split (:func:`split`), (2, side, side) in float16.
 
-    See :func:`split`: they are split once, where a result is written, not by every tile that reads it.
-    ``side`` is a multiple of BLOCK; what lies beyond m is 0 and stays so.
+    They are split once, when a result is written, instead of by every tile that reads it. ``side`` is a
+    multiple of BLOCK; entries beyond m are 0 and stay 0.
     """
     program = tl.program_id(0)
     matrix = (program // (tiles * tiles)).to(tl.int64) * 2 * side * side
@@ -313,7 +317,7 @@ def mixing_matrix(b_y, b_root):
 
 @triton.jit
 def normalizer(b_a, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """``D^-1/2`` (M,) by the row sums of ``A``, or ones."""
+    """``D^-1/2`` (M,) from the row sums of ``A``, or ones."""
     if NORMALIZE:
         b_root = tl.rsqrt(tl.sum(b_a, 1))
     else:
@@ -323,7 +327,7 @@ def normalizer(b_a, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_normalizer(p_root, m, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """``D^-1/2`` (M,) as a factorisation has kept it, or ones."""
+    """``D^-1/2`` (M,) as stored with the factorisation, or ones."""
     offs_m = tl.arange(0, BLOCK_M)
     if NORMALIZE:
         b_root = tl.load(p_root + offs_m, mask=offs_m < m, other=1.0)
@@ -337,7 +341,7 @@ def sum_parts(
     p_parts, m, width, parts, stride,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of ``parts`` blocks (m, width), float32, ``stride`` apart, in a fixed order: (M, BLOCK)."""
+    """Sum ``parts`` float32 blocks (m, width), ``stride`` apart, in a fixed order: (M, BLOCK)."""
     offs_m = tl.arange(0, BLOCK_M)
     offs = tl.arange(0, BLOCK)
     offs_part = tl.arange(0, PARTS)
@@ -379,23 +383,23 @@ def store_triangle(p_out, b_x, m, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_triangle(p_in, m, BLOCK_M: tl.constexpr):
-    """The symmetric matrix that :func:`store_triangle` has stored: (M, M), 0 outside."""
+    """The symmetric matrix stored by :func:`store_triangle`: (M, M), 0 outside."""
     offs, mask = triangle(m, BLOCK_M)
     b_lower = tl.load(p_in + offs, mask=mask, other=0.0)
-    # Turned round on the chip: read from memory, columns of the triangle would lie apart.
+    # Transposed on the chip, because the columns of the triangle are not contiguous in memory.
     return tl.where(mask, b_lower, tl.trans(b_lower))
 
 
 @triton.jit
 def load_lower(p_in, m, BLOCK_M: tl.constexpr):
-    """The lower triangle that :func:`store_triangle` would store, as it is: (M, M), 0 outside."""
+    """A lower triangle in the layout of :func:`store_triangle`, not made symmetric: (M, M), 0 outside."""
     offs, mask = triangle(m, BLOCK_M)
     return tl.load(p_in + offs, mask=mask, other=0.0)
 
 
 @triton.jit
 def triangle(m, BLOCK_M: tl.constexpr):
-    """Where the entries of a lower triangle lie, and which of (M, M) these are."""
+    """The offsets of a lower triangle's entries, and a mask of those entries in (M, M)."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     columns = tl.arange(0, BLOCK_M)[None, :]
     return rows * (rows + 1) // 2 + columns, (rows < m) & (columns <= rows)
@@ -409,9 +413,9 @@ def mixing_kernel(
     PANEL: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr,
     HALVING: tl.constexpr, SPLIT: tl.constexpr, KEEP: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads landmarks and the parts of U; writes the inverse, W = Y' U and, to KEEP it, U.
+    """Grid (batch * heads,). Reads landmarks and parts of U; writes the inverse, W = Y' U and, with KEEP, U.
 
-    ``PANEL`` is 0 where the inverse fits the registers; else p_scratch has three matrices (M, M) per head.
+    ``PANEL`` is 0 if the inverse fits the registers; otherwise p_scratch has three matrices (M, M) per head.
     """
     head = tl.program_id(0).to(tl.int64)
     p_l += head * m * d
@@ -440,20 +444,20 @@ def mixing_kernel(
 
 @triton.jit
 def solve_by(b_high, b_low, b_x):
-    """``G x = M^T (M x)`` of M (M, M) split in halves."""
+    """``G x = M^T (M x)`` with M (M, M) split in halves."""
     b_x = product_of_halves(b_high, b_low, b_x)
     return product_of_halves(tl.trans(b_high), tl.trans(b_low), b_x)
 
 
 @triton.jit
 def solve_bound(ridge):
-    """The largest entry of x for which ``G x`` and what comes before it stay in float16's range."""
+    """The largest entry of x for which ``G x`` and intermediate results stay within the range of float16."""
     return tl.minimum(1000.0 * ridge, 1.0)
 
 
 @triton.jit
 def newton_gradient(b_y, b_root, b_u, b_dw):
-    """W, dU (M, C) and the gradient of A through Y (M, M), twice its symmetric part, by Y of Newton's iteration."""
+    """W and dU (M, C), and twice the symmetric part of A's gradient through Y (M, M), for Newton's steps."""
     b_mixing = mixing_matrix(b_y, b_root)
     b_w = scaled_product(b_mixing, b_u)
     b_du = scaled_product(tl.trans(b_mixing), b_dw)
@@ -463,7 +467,7 @@ def newton_gradient(b_y, b_root, b_u, b_dw):
 
 @triton.jit
 def solve_gradient(b_m, b_root, b_u, b_dw, ridge, ORDER: tl.constexpr, FLOAT32: tl.constexpr):
-    """As :func:`newton_gradient` by M of a solve; see ``softfree.ops.attention.solve.solve_backward``."""
+    """:func:`newton_gradient` for a solve, given M; see ``softfree.ops.attention.solve.solve_backward``."""
     small = 1.0 / solve_bound(ridge)
     u_size, dw_size = small * largest(b_u), small * largest(b_dw)
     b_high, b_low = halves(b_m)
@@ -488,15 +492,15 @@ def landmark_gradient(
     b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_l, scale,
     NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """The landmarks' gradient (M, D) through Y', from twice the symmetric part of that of A through Y.
+    """The landmarks' gradient (M, D) through Y', from twice the symmetric part of A's gradient through Y.
 
-    As ``softfree.ops.attention.mixing.mixing_backward``. Rounding in A and in products is below that of
-    half-precision landmarks.
+    It follows ``softfree.ops.attention.mixing.mixing_backward``. Rounding in A and in products is below that
+    of half-precision landmarks.
     """
     if NORMALIZE:
         b_rows = -0.5 * b_root * b_root * tl.sum(b_dw * b_w + b_u * b_du, 1)
         b_da += b_rows[:, None] + b_rows[None, :]
-    # A landmark's distance to itself is always 0; its part would cancel, but for rounding.
+    # A landmark's distance to itself is always 0. Its contribution would cancel, except for rounding.
     offs_m = tl.arange(0, b_a.shape[0])
     b_e = tl.where(offs_m[:, None] != offs_m[None, :], scale * b_a * b_da, 0.0)
     if FLOAT32:
@@ -509,7 +513,7 @@ def landmark_gradient(
 
 @triton.jit
 def symmetric_product(b_a, b_b, FLOAT32: tl.constexpr):
-    """``a b^T + b a^T`` (M, M) of blocks in float16's range; of half-precision tokens to 2^-11."""
+    """``a b^T + b a^T`` (M, M) of blocks within the range of float16; unless ``FLOAT32``, to 2^-11."""
     if FLOAT32:
         b_product = split_product(b_a, tl.trans(b_b), True)
         b_product += tl.trans(b_product)
@@ -530,7 +534,7 @@ def mixing_backward_kernel(
 ):  # fmt: skip
     """Grid (batch * heads,). Reads the parts of U and dW; writes W, dU and, as part 0, the gradient of L.
 
-    Also sets the head's counters to 0, by which the next pass knows that all parts of dL are there.
+    It also resets the head's counters, by which the next pass knows that all parts of dL are complete.
     """
     head = tl.program_id(0).to(tl.int64)
     p_l += head * m * d

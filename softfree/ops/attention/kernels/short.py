@@ -1,4 +1,4 @@
-"""Both directions in one launch, one program per head, for inputs short enough that a head fills a program."""
+"""The forward and the backward pass in one launch each, for short inputs: one program per head."""
 
 import triton
 import triton.language as tl
@@ -42,7 +42,8 @@ def short_forward_kernel(
 ):  # fmt: skip
     """Grid (batch * heads,). Reads q, k, v, landmarks; writes the result and the inverse.
 
-    ORDER is 0 for Newton's steps, taken by HALVING and SPLIT, else that of the solve, in COUNT tiles of TILE landmarks.
+    ORDER is 0 for Newton's steps, which HALVING and SPLIT configure. Otherwise it is the order of the solve,
+    in COUNT tiles of TILE landmarks.
     """
     head = tl.program_id(0).to(tl.int64)
     batch = head // heads
@@ -74,7 +75,7 @@ def short_forward_kernel(
     if ORDER == 0:
         b_w = scaled_product(mixing_matrix(b_y, b_root), b_u)
     else:
-        tl.debug_barrier()  # what some threads have stored of the factor all of them load
+        tl.debug_barrier()  # every thread loads parts of the factor that others have stored
         b_w = solve_sums(p_inverse, b_u, m, ridge, BLOCK_M, NORMALIZE, ORDER)
     b_w = narrow(b_w, p_q)
     spread_tokens(

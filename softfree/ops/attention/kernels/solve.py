@@ -1,15 +1,16 @@
 """The m x m part by one factorisation: ``B = A + r I = C C^T``, ``M = C^-1``, and thin products with M.
 
-With ``G = B^-1 = M^T M`` the inverse is ``Y = G`` (order 1) or ``Y = G + r G^2`` (order 2). It is never formed:
-``Y x`` is ``M^T (M x)``, or ``M^T (M (x + r M^T (M x)))``, which keeps float32's digits where Y would lose
-them. Of the factorisation only M is kept, as its lower triangle, and after it ``D^-1/2`` of the normalisation.
+With ``G = B^-1 = M^T M`` the inverse is ``Y = G`` (order 1) or ``Y = G + r G^2`` (order 2). It is never
+formed: ``Y x`` is ``M^T (M x)``, or ``M^T (M (x + r M^T (M x)))``, which keeps float32 accuracy where Y would
+lose digits. Only the lower triangle of M is stored, followed by ``D^-1/2`` of the normalisation.
 
-While B is factored it is a tuple of tiles below and on the diagonal, row after row: tile (i, j) is at
-``place(i, j)``. The tiles of M are held turned round: nearly every product is then of the form ``a b^T``, whose operands
-are where one warp's matrix instructions left them, so that no tile moves through shared memory.
+While B is factored, it is a tuple of the tiles below and on the diagonal, row by row: tile (i, j) is at
+``place(i, j)``. The tiles of M are held transposed. Nearly every product then has the form ``a b^T``, and its
+operands are already where one warp's matrix instructions left them, so that no tile moves through shared
+memory.
 """
 
-# Tuples of tiles grow where Triton unrolls a loop, which no type says.
+# Tuples of tiles grow in loops that Triton unrolls, which no type can express.
 # mypy: disable-error-code="assignment, var-annotated"
 
 import triton
@@ -29,7 +30,7 @@ from softfree.ops.attention.kernels.mixing import (
 
 @triton.constexpr_function
 def place(i, j):
-    """Where tile (i, j), j <= i, of a lower triangle lies in its tuple."""
+    """The index of tile (i, j), j <= i, of a lower triangle in its tuple."""
     return i * (i + 1) // 2 + j
 
 
@@ -41,7 +42,7 @@ def put(tiles, at: tl.constexpr, b_tile):
 
 @triton.jit
 def add_product(b_sum, b_a, b_b):
-    """``sum + a @ b``, as exact as float32."""
+    """``sum + a @ b``, to float32 accuracy."""
     b_a_high, b_a_low = halves(b_a)
     b_b_high, b_b_low = halves(b_b)
     b_sum = tl.dot(b_a_low, b_b_high, tl.dot(b_a_high, b_b_low, b_sum))
@@ -59,7 +60,7 @@ def landmark_blocks(
     p_l, p_landmark_mask, m, d,
     COUNT: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LANDMARK_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Landmarks about their centre, float32 (TILE, D), 0 where one takes no part; and who does, (TILE,)."""
+    """Tuples of centred float32 landmarks (TILE, D), 0 for those that take no part, and of masks (TILE,)."""
     offs = tl.arange(0, TILE)
     offs_d = tl.arange(0, BLOCK_D)
     plain = ()
@@ -106,8 +107,8 @@ def landmark_tiles(
 ):  # fmt: skip
     """``A = kappa(L, L)`` in tiles, the identity where a landmark takes no part.
 
-    float32 landmarks: distances from differences. Half precision: from products of the centred landmarks, with
-    the products' own diagonal as norms, so that equal landmarks are at distance 0.
+    For float32 landmarks, distances come from differences. In half precision they come from products of the
+    centred landmarks, whose diagonal gives the norms, so that equal landmarks are at distance 0.
     """
     offs = tl.arange(0, TILE)
     b_eye = offs[:, None] == offs[None, :]
@@ -115,9 +116,9 @@ def landmark_tiles(
     halves = ()
     norms = ()
     for i in tl.static_range(COUNT):
-        # An infinite norm is infinitely far from everyone.
+        # An infinite norm puts a landmark infinitely far from all others.
         b_norm = tl.where(present[i], 0.0, float("inf"))
-        # float16's range: landmarks beyond it are like no other anyway.
+        # Clamped to the range of float16. Landmarks beyond it are similar to no other anyway.
         b_l = tl.clamp(blocks[i], -60000.0, 60000.0)
         if not FLOAT32:
             b_norm += tl.sum(tl.where(b_eye, product_of_turned(b_l, b_l), 0.0), 1)
@@ -140,12 +141,12 @@ def landmark_tiles(
 
 @triton.jit
 def eliminate(b_d, steps, TILE: tl.constexpr):
-    """Symmetric elimination in place of the first ``steps`` columns of a tile; pivots stay on the diagonal.
+    """Symmetric in-place elimination of the first ``steps`` columns of a tile; pivots stay on the diagonal.
 
-    Below the diagonal and, turned round, above it, a column once eliminated holds that of the unit inverse factor.
-    So one column of the tile is all that a step reads: for rows above its pivot the inverse's, below
-    the rest of the matrix. Adding 1 to the pivot makes ``a_ik - (a_ik / p) (p + 1)``, the inverse's new entry
-    ``-a_ik / p``, by the same update as all others.
+    Once eliminated, a column holds that of the unit inverse factor, below the diagonal and, transposed, above
+    it. So a step reads only one column of the tile: the inverse's entries above the pivot, and the rest of
+    the matrix below. Adding 1 to the pivot makes ``a_ik - (a_ik / p) (p + 1) = -a_ik / p``, the inverse's new
+    entry, by the same update as for all other entries.
     """
     offs = tl.arange(0, TILE)
     for k in range(steps):
@@ -161,7 +162,7 @@ def eliminate(b_d, steps, TILE: tl.constexpr):
 
 @triton.jit
 def tile_factor(b_d, steps, TILE: tl.constexpr):
-    """The inverse Cholesky factor (TILE, TILE) of a tile that is the identity beyond ``steps``; it and it turned."""
+    """The inverse Cholesky factor of a tile that is the identity beyond ``steps``, and its transpose."""
     offs = tl.arange(0, TILE)
     b_d = eliminate(b_d, steps, TILE)
     b_eye = offs[:, None] == offs[None, :]
@@ -174,13 +175,14 @@ def tile_factor(b_d, steps, TILE: tl.constexpr):
 
 @triton.jit
 def inverse_factor(tiles, m, ridge, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """M of A's tiles: each tile turned round, at the place of its own."""
+    """M from the tiles of A. Each tile of M is transposed, at the index of its own position."""
     offs = tl.arange(0, TILE)
     b_eye = offs[:, None] == offs[None, :]
     for k in tl.static_range(COUNT):
         b_d = tiles[place(k, k)]
         tiles = put(tiles, place(k, k), tl.where(b_eye, b_d + ridge, b_d))
-    # Columns of tiles up to k - 1 hold M, less the factors of the rows still to come; the others what is left of B.
+    # Tile columns before k hold M, except for the factors of rows still to come. The others hold what is left
+    # of B.
     for k in tl.static_range(COUNT):
         b_t, b_turned = tile_factor(tiles[place(k, k)], tl.minimum(m - k * TILE, TILE), TILE)
         tiles = put(tiles, place(k, k), b_turned)
@@ -208,7 +210,7 @@ def inverse_factor(tiles, m, ridge, COUNT: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def triangle_of_turned(m, i: tl.constexpr, j: tl.constexpr, TILE: tl.constexpr):
-    """Where the entries of a tile turned round lie in a triangle kept row after row, and which are in it."""
+    """The offsets of a transposed tile's entries in a triangle stored row by row, and which are inside it."""
     rows = i * TILE + tl.arange(0, TILE)[None, :]
     columns = j * TILE + tl.arange(0, TILE)[:, None]
     return rows * (rows + 1) // 2 + columns, (rows < m) & (columns <= rows)
@@ -216,7 +218,7 @@ def triangle_of_turned(m, i: tl.constexpr, j: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_factor(p_factor, tiles, m, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Store M's lower triangle, row after row: m (m + 1) / 2 numbers."""
+    """Store M's lower triangle, row by row: m (m + 1) / 2 numbers."""
     for i in tl.static_range(COUNT):
         for j in tl.static_range(i + 1):
             offs, mask = triangle_of_turned(m, i, j, TILE)
@@ -225,7 +227,7 @@ def store_factor(p_factor, tiles, m, COUNT: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_normalizers(p_root, tiles, m, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Store ``D^-1/2``, by the row sums of A's tiles: m numbers."""
+    """Store ``D^-1/2``, from the row sums of A's tiles: m numbers."""
     for i in tl.static_range(COUNT):
         b_row = tiles[place(i, 0)]
         for j in tl.static_range(1, i + 1):
@@ -246,7 +248,10 @@ def factor_landmarks(
     COUNT: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Write M's lower triangle of one head and, to NORMALIZE, D^-1/2 behind it; COUNT tiles of TILE cover the landmarks."""
+    """Write M's lower triangle for one head, followed by D^-1/2 with NORMALIZE.
+
+    COUNT tiles of TILE landmarks cover them all.
+    """
     blocks, present = landmark_blocks(
         p_l, p_landmark_mask, m, d, COUNT, TILE, BLOCK_D, HAS_LANDMARK_MASK
     )
@@ -263,7 +268,10 @@ def factor_kernel(
     HAS_LANDMARK_MASK: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads landmarks; writes the factor. With OVERLAP the next kernel may begin as soon as all programs have."""
+    """Grid (batch * heads,). Reads landmarks; writes the factor.
+
+    With OVERLAP, the next kernel may start as soon as all programs of this one have started.
+    """
     if OVERLAP:
         gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
@@ -277,7 +285,7 @@ def factor_kernel(
 def solve_sums(
     p_factor, b_u, m, ridge, BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr, ORDER: tl.constexpr
 ):
-    """W = Y' U (M, C) by what :func:`factor_landmarks` wrote."""
+    """W = Y' U (M, C), from what :func:`factor_landmarks` wrote."""
     b_root = load_normalizer(p_factor + m * (m + 1) // 2, m, NORMALIZE, BLOCK_M)
     size = largest(b_u) / solve_bound(ridge)
     b_x = b_root[:, None] * b_u * (1.0 / size)
@@ -294,7 +302,7 @@ def solve_kernel(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     NORMALIZE: tl.constexpr, ORDER: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads,). Reads what the factor kernel wrote and the parts of U; writes W = Y' U and, to KEEP it, U."""
+    """Grid (batch * heads,). Reads the factor and the parts of U; writes W = Y' U and, with KEEP, U."""
     head = tl.program_id(0).to(tl.int64)
     p_parts += head * parts * m * d_v
     b_u = sum_parts(p_parts, m, d_v, parts, m * d_v, BLOCK_M, BLOCK_C, PARTS)

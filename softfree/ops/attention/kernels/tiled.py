@@ -1,11 +1,11 @@
-"""The passes over the tokens that need all landmarks, for landmarks that do not fit a program at once.
+"""The passes over the tokens that need all landmarks, for landmarks that do not fit into one program.
 
 A program takes one tile of tokens and goes through the landmarks tile by tile:
 
     spread_tiled           X = R W
     spread_tiled_backward  from G, V, W and dU to dT and dV
 
-The sums over tokens (U, dW, dL) need no such loop: there each tile of landmarks is a program of its own.
+The sums over tokens (U, dW, dL) need no such loop: there each tile of landmarks has its own program.
 """
 
 import triton

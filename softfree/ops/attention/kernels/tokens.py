@@ -1,12 +1,13 @@
 """The passes over the tokens. Each reads a token once and never writes anything of size n x m.
 
-    collect          U = P V; going back also dW = R^T G, in the same pass where queries are the keys
+    collect          U = P V; in the backward pass also dW = R^T G, in the same pass if queries are the keys
     spread           X = R W
     spread_backward  from G, V, W and dU to dQ, dK, dV and dL
 
-A head's tokens are dealt out to several programs in stretches, each of which gives one part of a sum; the
-parts are added up in a fixed order, so results repeat to the bit. A program holds all landmarks of its head,
-or a tile of them where :mod:`softfree.ops.attention.kernels.tiled` has the passes that need all.
+A head's tokens are divided into stretches, one per program, and each program computes one part of a sum. The
+parts are added in a fixed order, so results are reproducible bit by bit. A program holds all landmarks of its
+head. If they do not fit, it holds a tile of them, and :mod:`softfree.ops.attention.kernels.tiled` has the
+passes that need them all.
 """
 
 import triton
@@ -28,8 +29,8 @@ from softfree.ops.attention.kernels.common import (
 )
 from softfree.ops.attention.kernels.mixing import load_small, store_small, sum_parts
 
-# Of a matrix product. Sums of E are products with so many columns of ones: they take a tenth of the instructions
-# of sums across threads, and see E as rounded for the other products with it.
+# The smallest side of a matrix product. E is summed by a product with this many columns of ones. That takes a
+# tenth of the instructions of sums across threads, and it sums E as rounded for the other products.
 LEAST_SIDE = tl.constexpr(16)
 
 
@@ -66,12 +67,12 @@ def collect_tokens(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_KEY_MASK: tl.constexpr, FLOAT32: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The parts of dW and U (M, C) of tokens first..last: ``sum_j kappa(L, T_j) G_j`` and the same of V.
+    """Contributions of tokens first..last to dW and U (M, C): ``sum_j kappa(L, T_j) G_j``, the same with V.
 
-    dW of tokens that are queries, U of keys; 0 what they are not.
+    dW is computed if the tokens are queries, U if they are keys; otherwise they are 0.
     """
-    # Each tile's product is added to the sums, not begun from them: that takes fewer registers, and float32 sums
-    # round to nearest where the matrix units cut off.
+    # Each tile's product is added to the sums instead of accumulating into them. That takes fewer registers,
+    # and float32 additions round to nearest, whereas the matrix units truncate.
     b_zero = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     b_dw = b_zero
     b_u = b_zero
@@ -86,7 +87,7 @@ def collect_tokens(
             taking_part = inside
         b_t = load_tokens(p_t, t_stride, offs_n, taking_part, d, b_centre, BLOCK_D, FLOAT32)
         b_k = kernel_of_landmarks(b_t, b_l, b_bias, log2_scale, PRECISION)
-        # Rows that are not there have g = 0 and v = 0, so their kernel values do not count.
+        # Absent rows have g = 0 and v = 0, so their kernel values do not count.
         if QUERIES:
             b_g = load_rows(p_g, g_stride, offs_n, inside, d_v, BLOCK_C)
             b_dw += add_exact_product(b_zero, b_k, b_g, PRECISION)
@@ -129,7 +130,7 @@ def collect_kernel(
     if KEYS:
         store_small(p_u_parts + row, b_u, m - first_landmark, d_v, BLOCK_M, BLOCK_C)
     if OVERLAP:
-        gdc_wait()  # so that whoever waits for this kernel has waited for the one before it, too
+        gdc_wait()  # so that a kernel that waits for this one has also waited for the one before it
 
 
 @triton.jit
@@ -150,11 +151,11 @@ def spread_tokens(
 
 @triton.jit
 def narrow(b_small, p_like):
-    """What is as small as the landmarks, as the tokens' products take it."""
+    """A landmark-sized block in the form that the products with tokens take."""
     if p_like.dtype.element_ty == tl.bfloat16:
         b_small = b_small.to(tl.bfloat16)
     elif p_like.dtype.element_ty == tl.float16:
-        b_small = for_tf32(b_small, "tf32")  # float16's range may be too small for it
+        b_small = for_tf32(b_small, "tf32")  # its values may exceed the range of float16
     return b_small
 
 
@@ -195,11 +196,11 @@ def spread_backward_tokens(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WRITE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the part of dL (M, D) of tokens first..last; with ``WRITE``, write their dT (and dV for keys).
+    """Contribution of tokens first..last to dL (M, D). With ``WRITE``, also writes their dT (dV for keys).
 
-    ``E = R * (G W^T)`` for queries, ``P^T * (V dU^T)`` for keys, their sum where tokens are both;
-    ``dT = scale (E L - rowsum(E) T)``, ``dL = scale (E^T T - colsum(E) L)``. The terms of dL cancel with
-    those through the inverse, so there E is kept to 16 bits.
+    ``E = R * (G W^T)`` for queries, ``E = P^T * (V dU^T)`` for keys, and the sum of both if tokens are both.
+    Then ``dT = scale (E L - rowsum(E) T)`` and ``dL = scale (E^T T - colsum(E) L)``. The terms of dL cancel
+    with those through the inverse, so E is kept to 16 bits for dL.
     """
     b_dl = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     b_columns = tl.zeros((BLOCK_M, LEAST_SIDE), tl.float32)
@@ -239,9 +240,9 @@ def spread_backward_tokens(
 
 @triton.jit
 def token_gradient(b_e, b_t, b_l, PRECISION: tl.constexpr):
-    """``E L - rowsum(E) T`` (N, D), the row sums of E as rounded for the product.
+    """``E L - rowsum(E) T`` (N, D), with the row sums of E as rounded for the product.
 
-    Then its rounding acts on the differences L - T.
+    The rounding of E then acts on the differences L - T.
     """
     b_ones = tl.full((b_l.shape[0], LEAST_SIDE), 1.0, b_l.dtype)
     b_sum = tl.sum(product(b_e, b_ones, PRECISION), 1) * (1.0 / LEAST_SIDE)
@@ -269,8 +270,8 @@ def spread_backward_kernel(
 ):  # fmt: skip
     """Grid (batch * heads * parts, landmark tiles). Reads tokens, G, V, W, dU; writes dQ, dK, dV and dL.
 
-    Part 0 of dL is the inverse's; the program that finds all the others done adds them up. ``ALONE``: there is one other,
-    which is not written.
+    Part 0 of dL comes from the inverse. The program that finishes last adds up all parts. ``ALONE``: the
+    tokens give only one part, which is added directly and not written.
     """
     part, head = part_and_head(parts)
     tile = tl.program_id(1)
@@ -320,7 +321,7 @@ def spread_backward_kernel(
     else:
         p_parts += (head * (parts + 1) * m + first_landmark) * d
         store_small(p_parts + (1 + part) * m * d, b_dl, left, d, BLOCK_M, BLOCK_D)
-        tl.debug_barrier()  # all threads have stored before one of them counts the program as done
+        tl.debug_barrier()  # all threads must have stored before one of them counts the program as done
         done = tl.atomic_add(p_done + head * tl.num_programs(1) + tile, 1)
         if done == parts - 1:
             b_dl = sum_parts(p_parts, left, d, parts + 1, m * d, BLOCK_M, BLOCK_D, PARTS)

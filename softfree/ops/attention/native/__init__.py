@@ -1,13 +1,15 @@
 """The operator in C: backend ``"native"``, for CPUs with a C compiler.
 
-In plain PyTorch a call of the operator is some forty calls, each of which costs as much as thousands of products, and
-kernel values leave the cache between them. ``attention.c`` does all that is to be done with a tile of tokens before it takes
-the next. Newton's iteration, the m x m part of the backward pass, and inputs whose scales need care are left to PyTorch, as
-in the backend ``"torch"``, and what is kept for the backward pass is the same.
+In plain PyTorch, one call of the operator makes about forty PyTorch calls. Each costs as much as thousands of
+multiplications, and kernel values leave the cache in between. ``attention.c`` finishes all work on a tile of
+tokens before it starts the next. Newton's iteration, the m x m part of the backward pass, and inputs whose
+scales need care are left to PyTorch, as in the backend ``"torch"``. Both backends keep the same tensors for
+the backward pass.
 """
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,9 @@ from softfree.ops.shared.shapes import tiles_of, token_tensor
 __all__ = ["available", "backward", "forward", "inverse_shape", "obstacle"]
 
 SOURCE = Path(__file__).with_name("attention.c")
-TILE, PAD = 64, 16  # as there
-KEPT_ELEMENTS = 2**19  # up to so many kernel values are kept from one pass to the next
-SOLVED_LANDMARKS = 256  # beyond, LAPACK is faster: it goes over matrices in blocks
+TILE, PAD = 64, 16  # as in attention.c
+KEPT_ELEMENTS = 2**19  # up to this many kernel values are kept from one pass to the next
+SOLVED_LANDMARKS = 256  # beyond this LAPACK is faster, because it works on blocks of the matrix
 
 SIZE, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
@@ -55,7 +57,7 @@ ARGUMENTS = {
         POINTS, ADDRESS, ctypes.c_float, ADDRESS, TOKENS, ADDRESS, TOKENS, ADDRESS, SIZE, TOKENS, TOKENS,
         ADDRESS, ADDRESS,
     ),
-    "prepare": (TOKENS, ADDRESS, *[SIZE] * 4, ctypes.c_double, *[ADDRESS] * 4, SIZE),
+    "prepare": (TOKENS, ADDRESS, *[SIZE] * 4, ctypes.c_double, *[ADDRESS] * 5, SIZE),
     "solve": (ADDRESS, SIZE, SIZE, ctypes.c_double, SIZE, SIZE, ADDRESS, SIZE, ADDRESS, ADDRESS, SIZE),
 }  # fmt: skip
 
@@ -69,13 +71,12 @@ def _functions() -> dict | None:
     for name, function in functions.items():
         function.argtypes = ARGUMENTS[name]
     functions["spans"].restype = SIZE
-    functions["prepare"].restype = ctypes.c_double
     return functions
 
 
 @remembered
 def available() -> bool:
-    """Whether the passes can be compiled here, which is done when this is first asked."""
+    """Whether the C code can be compiled here. The first call compiles it."""
     return _functions() is not None
 
 
@@ -85,7 +86,11 @@ def obstacle(q: Tensor) -> str | None:
         return f"it computes on a CPU, got {q.device}"
     if q.dtype == torch.float64:
         return "it computes in float32, got torch.float64"
-    return None if available() else "there is no C compiler (cc, or what CC names), or it failed"
+    if available():
+        return None
+    if os.environ.get("SOFTFREE_NATIVE") == "0":
+        return "SOFTFREE_NATIVE=0 turns it off"
+    return "there is no C compiler (cc, or the one in CC), or it failed"
 
 
 def forward(
@@ -93,7 +98,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.forward`."""
     points = _Landmarks(inputs, settings.scale)
-    if points.far:
+    if points.far.all():
         return chunked.forward(inputs, settings, keep)
     queries, keys = _passes(points, inputs)
     u = keys.collect(inputs.v, inputs.key_mask)
@@ -103,9 +108,11 @@ def forward(
         inverse = invert_landmarks(points.matrix, settings.inverse, torch.float32)
         w = mix(u, points.matrix, inverse, settings)
     x = queries.spread(w).to(inputs.q.dtype)
-    if not keep:
-        return x, LEFT_OUT, LEFT_OUT
-    return x, *chunked.to_keep(inverse, u, inputs, settings)
+    kept = chunked.to_keep(inverse, u, inputs, settings) if keep else (LEFT_OUT, LEFT_OUT)
+    if points.far.any():
+        careful = chunked.forward(_samples(points.far, inputs), settings, keep)
+        _replace(points.far, (x, *kept), careful)
+    return x, *kept
 
 
 def backward(
@@ -113,11 +120,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.backward`."""
     points = _Landmarks(inputs, settings.scale)
-    if points.far:
+    if points.far.all():
         return chunked.backward(grad, inputs, inverse, u, settings)
     q, k, v, landmarks, mask, _ = inputs
     queries, keys = _passes(points, inputs)
-    grad_w = queries.collect(grad, None)  # as queries, masked tokens are there
+    grad_w = queries.collect(grad, None)  # the mask is for keys only
     w, grad_u, grad_landmarks = mixing_backward(
         grad_w,
         u.flatten(0, 1) if u.numel() > 0 else keys.collect(v, mask),
@@ -130,7 +137,7 @@ def backward(
     scale = settings.scale
     if k is None:
         grad_q, grad_v, sums = queries.backward(scale, (grad, w), (v, grad_u), mask)
-        grad_k = q.new_empty(0)
+        grad_k = LEFT_OUT
     else:
         grad_q, _, of_queries = queries.backward(scale, (grad, w), None, None)
         grad_k, grad_v, of_keys = keys.backward(scale, None, (v, grad_u), mask)
@@ -138,15 +145,33 @@ def backward(
     products, totals = sums[..., : q.shape[-1]], sums[..., -1:]
     grad_landmarks.add_(products - totals * points.centred, alpha=scale)
     grad_landmarks = grad_landmarks.to(landmarks.dtype).view(landmarks.shape)
-    return grad_q.to(q.dtype), grad_k, grad_v.to(v.dtype), grad_landmarks
+    grads = grad_q.to(q.dtype), grad_k, grad_v.to(v.dtype), grad_landmarks
+    if points.far.any():
+        far, far_inputs = points.far, _samples(points.far, inputs)
+        careful = chunked.backward(grad[far], far_inputs, inverse[far], u[far], settings)
+        _replace(far, grads, careful)
+    return grads
+
+
+def _samples(chosen: Tensor, inputs: Inputs) -> Inputs:
+    """The chosen samples of a batch."""
+    return Inputs._make(None if each is None else each[chosen] for each in inputs)
+
+
+def _replace(far: Tensor, results: tuple[Tensor, ...], careful: tuple[Tensor, ...]) -> None:
+    """Put careful results in the place of those of samples for which float32 has too few digits."""
+    for result, better in zip(results, careful, strict=True):
+        if result is not LEFT_OUT:
+            result[far] = better
 
 
 class _Landmarks:
-    """What all passes need of the landmarks, with heads as rows.
+    """The landmarks as all passes need them.
 
     centre, side: (batch * heads, d) and (batch * heads, m, d + 2), as in attention.c.
-    centred, matrix: (batch * heads, m, d) and A, (batch * heads, m, m); float64.
-    far: whether float32 would cancel too many digits, see :mod:`softfree.ops.attention.chunked`.
+    centred: the landmarks minus their centre, (batch * heads, m, d), float64.
+    matrix: A, (batch * heads, m, m), float64.
+    far: (batch,), whether float32 would cancel too many digits, see :mod:`softfree.ops.attention.chunked`.
     """
 
     def __init__(self, inputs: Inputs, scale: float):
@@ -158,14 +183,19 @@ class _Landmarks:
         self.side = landmarks.new_empty(batch * heads, m, channels + 2)
         self.centred = torch.empty(batch * heads, m, channels, dtype=torch.float64)
         self.matrix = torch.empty(batch * heads, m, m, dtype=torch.float64)
-        farthest = _call(
+        farthest = torch.zeros(batch, heads, dtype=torch.float64)
+        _call(
             "prepare", _tokens(landmarks), _address(self.mask), batch, heads, m, channels, scale,
-            *map(_address, (self.centre, self.centred, self.side, self.matrix)), torch.get_num_threads(),
+            *map(_address, (self.centre, self.centred, self.side, self.matrix, farthest)),
+            torch.get_num_threads(),
         )  # fmt: skip
-        self.far = scale * farthest > FAR
+        self.far = (scale * farthest > FAR).any(1)
 
     def solve(self, u: Tensor, settings: AttentionSettings, keep: bool) -> tuple[Tensor, Tensor]:
-        """The inverse factor of ``A + ridge I``, if it is to be kept, and ``W = Y' U``, of U (batch * heads, m, channels)."""
+        """The inverse factor of ``A + ridge I`` (only with ``keep``), and ``W = Y' U``.
+
+        U and W are (batch * heads, m, channels).
+        """
         heads, m, channels = u.shape
         u = _with_padding(u)
         w = torch.empty_like(u)
@@ -178,13 +208,13 @@ class _Landmarks:
 
 
 def _passes(points: _Landmarks, inputs: Inputs) -> tuple["_Passes", "_Passes"]:
-    """Over queries and over keys."""
+    """The passes over queries and over keys."""
     queries = _Passes(points, inputs.q, keep=inputs.k is None and inputs.key_mask is None)
     return queries, queries if inputs.k is None else _Passes(points, inputs.k, keep=False)
 
 
 class _Passes:
-    """Over tokens (batch, heads, n, d) beside their landmarks; their kernel may be kept from one pass to the next."""
+    """Passes over tokens (batch, heads, n, d); the kernel values may be kept from one pass to the next."""
 
     def __init__(self, points: _Landmarks, tokens: Tensor, keep: bool):
         batch, heads, count, channels = tokens.shape
@@ -198,7 +228,7 @@ class _Passes:
         )  # fmt: skip
 
     def collect(self, values: Tensor, mask: Tensor | None) -> Tensor:
-        """``U = P V``, (batch * heads, m, channels), of values (batch, heads, n, channels)."""
+        """``U = P V``, (batch * heads, m, channels), from values (batch, heads, n, channels)."""
         values, channels = _readable(values), values.shape[-1]
         mask = None if mask is None else mask.contiguous()
         parts, sums = self._room_for_sums(_padded(channels))
@@ -208,7 +238,7 @@ class _Passes:
         return sums[..., :channels]
 
     def spread(self, w: Tensor) -> Tensor:
-        """``X = P^T W``, (batch, heads, n, channels), of W (batch * heads, m, channels)."""
+        """``X = P^T W``, (batch, heads, n, channels), from W (batch * heads, m, channels)."""
         result = token_tensor(self.tokens, w.shape[-1])
         w = _with_padding(w)
         self._call("spread", _address(w), result.shape[-1], _tokens(result))
@@ -221,13 +251,15 @@ class _Passes:
         as_keys: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the tokens and of their values, and sums (batch * heads, m, d padded + 1), as in attention.c.
+        """Gradients of the tokens and of their values, and sums as in attention.c.
+
+        The sums are (batch * heads, m, padded d + 1).
 
         Args:
-            scale: of the kernel.
-            as_queries: the gradient of X, and W; None where the tokens are keys alone.
-            as_keys: the values, and the gradient of U; None where the tokens are queries alone.
-            mask: of the keys.
+            scale: scale of the kernel.
+            as_queries: the gradient of X, and W; None if the tokens are only keys.
+            as_keys: the values, and the gradient of U; None if the tokens are only queries.
+            mask: mask of the keys.
         """
         channels, grad, w, values, grad_u, grad_values = 0, None, None, None, None, LEFT_OUT
         if as_queries is not None:
@@ -249,7 +281,10 @@ class _Passes:
         return grad_tokens, grad_values, sums
 
     def _room_for_sums(self, channels: int) -> tuple[Tensor, Tensor]:
-        """Over the spans of the tokens, (batch * heads, spans, m, channels), and over all, (batch * heads, m, channels)."""
+        """Memory for the sums over each span of tokens and over all tokens.
+
+        They are (batch * heads, spans, m, channels) and (batch * heads, m, channels).
+        """
         heads, m, _ = self.points.side.shape
         spans = _call("spans", self.tokens.shape[2])
         sums = self.tokens.new_empty(heads, m, channels)
@@ -262,15 +297,15 @@ class _Passes:
 
 def _call(name: str, *arguments: Any) -> Any:
     functions = _functions()
-    assert functions is not None, "this backend is chosen where it is available alone"
+    assert functions is not None, "this backend is chosen only where it is available"
     result = functions[name](*arguments)
     if result < 0:
-        raise MemoryError("the attention found no memory")
+        raise MemoryError("there is not enough memory for the attention")
     return result
 
 
 def _readable(tokens: Tensor) -> Tensor:
-    """In float32, channels next to each other."""
+    """Tokens in float32 with contiguous channels."""
     tokens = tokens.to(torch.float32)
     return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
 
@@ -288,7 +323,7 @@ def _padded(channels: int) -> int:
 
 
 def _with_padding(matrix: Tensor) -> Tensor:
-    """In float32, rows next to each other and padded by zeros."""
+    """A contiguous float32 matrix with rows padded by zeros."""
     missing = _padded(matrix.shape[-1]) - matrix.shape[-1]
     matrix = torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix
     return matrix.to(torch.float32).contiguous()

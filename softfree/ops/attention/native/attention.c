@@ -1,14 +1,16 @@
-/* Softmax-free attention on a CPU. Compiled when first needed, for the processor at hand.
+/* Softmax-free attention on a CPU. Compiled on first use, for the local processor.
 
-   Per head, with tokens x (queries or keys), landmarks l, and c the mean landmark, the kernel of a tile of tokens is
+   Per head, with tokens x (queries or keys), landmarks l and the mean landmark c, the kernel of a tile of
+   tokens is
 
        P[j][t] = 2^(side_j . (x_t - c, ||x_t - c||^2, 1)),   side_j = s (l_j - c, -1/2, -||l_j - c||^2 / 2)
 
-   with s = scale log2 e: landmarks are rows, tokens columns. What is as large as the tokens is computed in float32, and every
-   product is multiply() of tiles whose rows are padded to PAD floats; what is as large as the landmarks in float64.
+   with s = scale log2 e: landmarks are rows, tokens are columns. Whatever is as large as the tokens is
+   computed in float32, with every product by multiply() on tiles whose rows are padded to PAD floats.
+   Whatever is as large as the landmarks is computed in float64.
 
-   Sums over tokens are taken over spans whose length depends on the number of tokens alone, then added in order: results
-   depend neither on the number of threads nor on what else is in the batch. */
+   Sums over tokens are computed over spans and then added in order. The length of a span depends only on
+   the number of tokens, so results depend neither on the number of threads nor on the rest of the batch. */
 
 #include <math.h>
 #include <stdint.h>
@@ -25,15 +27,16 @@
 #define LANES (BYTES / 4)
 #define PAD 16  /* at least LANES */
 #define TILE 64 /* tokens */
-#define ROWS 6  /* of a block whose sums stay in registers, two vectors each */
+#define ROWS 6  /* rows of a block whose sums stay in registers, two vectors each */
 #define LOG2_E 1.4426950408889634
+#define FARTHEST 1e17f
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int64_t size;
 
-/* (batch, heads, count, channels), channels next to each other. */
+/* (batch, heads, count, channels) with contiguous channels. */
 typedef struct {
     float *data;
     size by_batch, by_head, by_token;
@@ -45,7 +48,7 @@ typedef struct {
     Tokens tokens;
     const float *centre, *side; /* (batch * heads, channels), (batch * heads, landmarks, channels + 2) */
     float *kernels;             /* (batch * heads, tiles, landmarks, TILE), kept between passes; or NULL */
-    size known;                 /* whether a pass has filled these */
+    size known;                 /* whether a pass has filled the kernels */
 } Points;
 
 INLINE size padded(size length) { return (length + PAD - 1) / PAD * PAD; }
@@ -53,7 +56,7 @@ INLINE size tiles_of(size length, size tile) { return (length + tile - 1) / tile
 INLINE size smaller(size a, size b) { return a < b ? a : b; }
 INLINE vec splat(float x) { return x - (vec){0}; }
 
-/* 2^x for x <= 0 and a little more; 0 below 2^-126. */
+/* 2^x for x up to slightly above 0; the result is 0 for x < -126. */
 INLINE vec power_of_two(vec x) {
     ivec tiny = x < splat(-126.0f);
     vec magic = splat(12582912.0f), shifted = x + magic, r = x - (shifted - magic); /* |r| <= 1/2 */
@@ -86,7 +89,7 @@ INLINE void strip(size vectors, size rows, size depth, const float *a, size ai, 
                   float *c, size ci, int add) {
     for (; rows >= ROWS; rows -= ROWS, a += ROWS * ai, c += ROWS * ci)
         block(ROWS, vectors, depth, a, ai, ak, b, bk, c, ci, add);
-    switch (rows) { /* so that the compiler knows each number */
+    switch (rows) { /* so that each count is a constant for the compiler */
     case 1: block(1, vectors, depth, a, ai, ak, b, bk, c, ci, add); break;
     case 2: block(2, vectors, depth, a, ai, ak, b, bk, c, ci, add); break;
     case 3: block(3, vectors, depth, a, ai, ak, b, bk, c, ci, add); break;
@@ -103,7 +106,8 @@ static void multiply(size rows, size columns, size depth, const float *a, size a
     if (j < columns) strip(1, rows, depth, a, ai, ak, b + j, bk, c + j, ci, add);
 }
 
-/* Tokens [begin, end) of a head as TILE rows of `width`, less a centre; 0 in what is left, and where masked. */
+/* Load tokens [begin, end) of a head, minus a centre, as TILE rows of `width`; 0 in the padding and where
+   masked. */
 static void load(const Tokens *tokens, size batch, size head, size begin, size end, size channels, size width,
                  const float *centre, const uint8_t *mask, float *rows) {
     const float *from = tokens->data + batch * tokens->by_batch + head * tokens->by_head;
@@ -113,7 +117,10 @@ static void load(const Tokens *tokens, size batch, size head, size begin, size e
         const float *token = from + t * tokens->by_token;
         float *row = rows + (t - begin) * width;
         if (centre)
-            for (size c = 0; c < channels; c++) row[c] = token[c] - centre[c];
+            for (size c = 0; c < channels; c++) {
+                float x = token[c] - centre[c]; /* beyond FARTHEST the kernel is 0, and the square would overflow */
+                row[c] = x > FARTHEST ? FARTHEST : x < -FARTHEST ? -FARTHEST : x;
+            }
         else
             memcpy(row, token, sizeof(float) * channels);
     }
@@ -133,7 +140,7 @@ typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 #define SHUFFLE(x, y, i, j, k, l) __builtin_shuffle(x, y, (int32_t __attribute__((vector_size(16)))){i, j, k, l})
 #endif
 
-/* Columns (width, TILE) of rows (TILE, width), in squares of four. */
+/* Transpose rows (TILE, width) to columns (width, TILE), in 4 x 4 blocks. */
 static void transpose(const float *rows, size width, float *columns) {
     for (size c = 0; c < width; c += 4)
         for (size t = 0; t < TILE; t += 4) {
@@ -150,7 +157,7 @@ static void transpose(const float *rows, size width, float *columns) {
         }
 }
 
-/* What a thread works on: a tile of tokens as rows and columns, its kernel, and room for more. */
+/* The scratch memory of a thread: a tile of tokens as rows and as columns, its kernel, and extra space. */
 typedef struct {
     float *memory, *rows, *columns, *kernels, *more;
 } Scratch;
@@ -165,7 +172,8 @@ static int reserve(Scratch *s, const Points *p, size more) {
     return !s->memory;
 }
 
-/* P of a tile, (landmarks, TILE), whose centred tokens are `rows`, and `columns` where P was not known. */
+/* P of a tile, (landmarks, TILE). Also loads its centred tokens into `rows` and, if P was not known,
+   `columns`. */
 static const float *kernel(const Points *p, Scratch *s, size row, size begin, size end, const uint8_t *mask) {
     size batch = row / p->heads, head = row % p->heads, own = padded(p->channels);
     float *values = s->kernels;
@@ -190,12 +198,13 @@ static const float *kernel(const Points *p, Scratch *s, size row, size begin, si
     return values;
 }
 
-/* Sums over tokens are taken over so many at a time. */
+/* The number of tokens in a span, over which sums are computed at a time. */
 static size span_of(size count) { return TILE * tiles_of(count / 64 > 512 ? count / 64 : 512, TILE); }
 
 size softfree_spans(size count) { return tiles_of(count, span_of(count)); }
 
-/* sums (heads, length): of parts (heads, spans, length), added in order; the same memory where there is one span. */
+/* Add parts (heads, spans, length) in order to get sums (heads, length). With one span both are the same
+   memory. */
 static void add_parts(const float *parts, size heads, size spans, size length, float *sums, size threads) {
     if (parts == sums) return;
 #pragma omp parallel for num_threads(threads)
@@ -206,8 +215,9 @@ static void add_parts(const float *parts, size heads, size spans, size length, f
     }
 }
 
-/* The functions below return 0, or -1 if memory is short. A mask is (batch, count), 0 where a key is absent; NULL: all take
-   part. Matrices with a `width` have rows padded by zeros. Parts are room for sums of spans, (batch * heads, spans, ...). */
+/* The functions below return 0, or -1 if memory is short. A mask is (batch, count), 0 where a key is
+   absent; with NULL all take part. Matrices with a `width` have rows padded by zeros. `parts` is memory
+   for the sums over spans, (batch * heads, spans, ...). */
 
 /* sums (batch * heads, landmarks, width) = P V. */
 int softfree_collect(const Points *p, const uint8_t *masks, const Tokens *values, size channels, float *parts,
@@ -237,7 +247,7 @@ int softfree_collect(const Points *p, const uint8_t *masks, const Tokens *values
     return -failed;
 }
 
-/* result = P^T W of W (batch * heads, landmarks, width). */
+/* result = P^T W with W (batch * heads, landmarks, width). */
 int softfree_spread(const Points *p, const float *w, size channels, const Tokens *result) {
     size tiles = tiles_of(p->count, TILE), heads = p->batch * p->heads, width = padded(channels);
     int failed = 0;
@@ -259,13 +269,13 @@ int softfree_spread(const Points *p, const float *w, size channels, const Tokens
     return -failed;
 }
 
-/* Gradients of tokens as queries, through X = P^T W with dX = grad (NULL: they are keys alone), and as keys, through
-   U = P V (values NULL: they are queries alone). With E = P * (W dX^T + dU V^T),
+/* Gradients of tokens as queries, through X = P^T W with dX = grad (NULL if they are only keys), and as
+   keys, through U = P V (values NULL if they are only queries). With E = P * (W dX^T + dU V^T),
 
        d values = P^T dU,   d tokens = scale (E^T L - colsum(E) tokens),   sums = E tokens, rowsum(E),
 
-   tokens and landmarks less the centre. Landmarks are (batch * heads, landmarks, own width), sums likewise with a column
-   more, w and grad_u (batch * heads, landmarks, width). */
+   where tokens and landmarks are relative to the centre. Landmarks are (batch * heads, landmarks, own
+   width), sums have one more column, and w and grad_u are (batch * heads, landmarks, width). */
 int softfree_backward(const Points *p, const uint8_t *masks, float scale, const float *landmarks, const Tokens *grad,
                       const float *w, const Tokens *values, const float *grad_u, size channels,
                       const Tokens *grad_tokens, const Tokens *grad_values, float *parts, float *sums) {
@@ -285,7 +295,7 @@ int softfree_backward(const Points *p, const uint8_t *masks, float scale, const 
             float *part = parts + task * length;
             for (size t = begin; t < end && !failed; t += TILE) {
                 size last = smaller(t + TILE, end);
-                /* A masked token that is a query, too, has its own gradient as such. */
+                /* A masked token that is also a query still has its gradient as a query. */
                 const float *kernels = kernel(p, &s, row, t, last, grad ? NULL : mask);
                 if (grad) {
                     load(grad, batch, head, t, last, channels, width, NULL, NULL, loaded);
@@ -330,14 +340,14 @@ int softfree_backward(const Points *p, const uint8_t *masks, float scale, const 
     return -failed;
 }
 
-/* Landmarks less their mean, (batch * heads, landmarks, channels), that mean, `side` as in Points, and A = kappa(L, L),
-   (batch * heads, landmarks, landmarks). A landmark that is masked by 0 in (batch, landmarks) is like none but itself. Gives
-   the largest ||l - c||^2, or -1 if memory is short. */
-double softfree_prepare(const Tokens *landmarks, const uint8_t *masks, size batch, size heads, size m, size channels,
-                        double scale, float *centre, double *centred, float *side, double *a, size threads) {
-    double farthest = 0;
+/* Compute the mean landmark, the landmarks minus that mean, (batch * heads, landmarks, channels), `side`
+   as in Points, and A = kappa(L, L), (batch * heads, landmarks, landmarks). A landmark masked by a 0 in
+   (batch, landmarks) is similar only to itself. farthest (batch * heads) is the largest ||l - c||^2 of each head. */
+int softfree_prepare(const Tokens *landmarks, const uint8_t *masks, size batch, size heads, size m, size channels,
+                     double scale, float *centre, double *centred, float *side, double *a, double *farthest,
+                     size threads) {
     int failed = 0;
-#pragma omp parallel for num_threads(threads) reduction(max : farthest) reduction(| : failed)
+#pragma omp parallel for num_threads(threads) reduction(| : failed)
     for (size row = 0; row < batch * heads; row++) {
         const float *from = landmarks->data + row / heads * landmarks->by_batch + row % heads * landmarks->by_head;
         const uint8_t *mask = masks ? masks + row / heads * m : NULL;
@@ -347,15 +357,16 @@ double softfree_prepare(const Tokens *landmarks, const uint8_t *masks, size batc
         if (!failed) {
             size present = 0;
             for (size j = 0; j < m; j++) present += !mask || mask[j];
-            for (size c = 0; c < channels; c++) { /* points: channels are rows */
+            for (size c = 0; c < channels; c++) { /* in points, channels are rows */
                 double sum = 0;
                 for (size j = 0; j < m; j++) {
                     points[c * m + j] = mask && !mask[j] ? 0 : from[j * landmarks->by_token + c];
                     sum += points[c * m + j];
                 }
                 sum /= present ? present : 1;
-                centre[row * channels + c] = sum;
-                for (size j = 0; j < m; j++) own[j * channels + c] = points[c * m + j] -= sum;
+                float rounded = sum; /* tokens and landmarks must lose the same */
+                centre[row * channels + c] = rounded;
+                for (size j = 0; j < m; j++) own[j * channels + c] = points[c * m + j] -= rounded;
             }
             memset(products, 0, sizeof(double) * m * m);
             for (size i = 0; i < m; i++)
@@ -364,7 +375,7 @@ double softfree_prepare(const Tokens *landmarks, const uint8_t *masks, size batc
             for (size j = 0; j < m; j++) {
                 float *of = side + (row * m + j) * (channels + 2);
                 norms[j] = products[j * m + j];
-                if (norms[j] > farthest) farthest = norms[j];
+                if (j == 0 || norms[j] > farthest[row]) farthest[row] = norms[j];
                 for (size c = 0; c < channels; c++) of[c] = scale * LOG2_E * own[j * channels + c];
                 of[channels] = -0.5 * scale * LOG2_E;
                 of[channels + 1] = mask && !mask[j] ? -INFINITY : of[channels] * norms[j];
@@ -379,12 +390,12 @@ double softfree_prepare(const Tokens *landmarks, const uint8_t *masks, size batc
         free(points);
         free(norms);
     }
-    return failed ? -1 : farthest;
+    return -failed;
 }
 
 typedef double dvec __attribute__((vector_size(BYTES), aligned(8), may_alias));
 
-/* PAD columns of row -= sum over k < count of factors[k * stride] rows[k]. */
+/* row[0..PAD) -= sum over k < count of factors[k * stride] rows[k]. */
 INLINE void subtract(double *row, size count, const double *factors, size stride, const double *rows, size width) {
     enum { vectors = PAD * sizeof(double) / BYTES };
     dvec sum[vectors];
@@ -394,7 +405,8 @@ INLINE void subtract(double *row, size count, const double *factors, size stride
     for (size v = 0; v < vectors; v++) ((dvec *)row)[v] = sum[v];
 }
 
-/* y (m, width) becomes C^-1 y, or C^-T y if `transposed`, of C^T, upper triangular, and 1 over its diagonal. */
+/* Replace y (m, width) by C^-1 y, or by C^-T y if `transposed`. `factor` is C^T, upper triangular, and
+   `pivot` is 1 over its diagonal. */
 static void divide(double *y, size m, size width, const double *factor, const double *pivot, int transposed) {
     for (size column = 0; column < width; column += PAD)
         for (size step = 0; step < m; step++) {
@@ -408,8 +420,9 @@ static void divide(double *y, size m, size width, const double *factor, const do
         }
 }
 
-/* W = root Y root U, with Y = G (order 1) or G + ridge G^2 and G = (A + ridge I)^-1; root is D^-1/2 with D = diag(A 1), or 1.
-   U and W are (heads, landmarks, width). inverse = C^-1 of A + ridge I = C C^T, (heads, landmarks, landmarks); or NULL. */
+/* W = root Y root U, with Y = G (order 1) or G + ridge G^2 (order 2) and G = (A + ridge I)^-1. root is
+   D^-1/2 with D = diag(A 1), or 1. U and W are (heads, landmarks, width). If `inverse` is not NULL, it
+   receives C^-1 with A + ridge I = C C^T, (heads, landmarks, landmarks). */
 int softfree_solve(const double *a, size heads, size m, double ridge, size order, size normalize, const float *u,
                    size channels, float *inverse, float *w, size threads) {
     size width = padded(channels), wide = padded(m), room = m * (width > wide ? width : wide);
