@@ -1,7 +1,7 @@
-"""What the attention layers of a model do with an image, kept as factors.
+"""Captures what the attention layers of a model do with an image, as factors.
 
-The attention matrix of a layer is n x n and is never formed. What is kept grows linearly with the image,
-and any row of the matrix follows from it: where the tokens of one patch look.
+The attention matrix of a layer is n x n and is never formed. The factors grow linearly with the image, and
+any row of the matrix can be computed from them: where the token of a patch attends to.
 """
 
 import math
@@ -27,21 +27,22 @@ from softfree.ops.attention.inverse import newton_inverse, newton_residuals, sta
 from softfree.ops.attention.reference import gaussian_kernel, normalize_inverse
 from softfree.ops.attention.solve import ridge_solve, solve_residual, solve_spectrum
 
-# Values of a kernel matrix that are held at once.
+# Number of values of a kernel matrix that are held at once.
 CHUNK = 2**22
 # Below this residual a Newton iteration counts as converged (Fig. 5 of the papers).
 CONVERGED = 1e-2
 MOST_STEPS = 60
-SAMPLED = 256  # tokens between which the error of the kernel is taken
+OWN = "softfree"  # the kind of layers that normalise their queries
+SAMPLED = 256  # tokens between which the error of the kernel is computed
 SAMPLED_ROWS = 32  # of the attention matrix, in float32; each is as long as the image has tokens
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One attention layer on one image. A subclass says how rows follow from its factors.
+    """One attention layer on one image. Subclasses compute rows of the attention matrix from factors.
 
     Attributes:
-        name: of the module in the model, e.g. ``"stages.0.blocks.1.attn"``.
+        name: name of the module in the model, e.g. ``"stages.0.blocks.1.attn"``.
         kind: the attention in words, e.g. ``"SOFT++"``.
         size: (H, W) of the token grid; None for a sequence.
         queries: (heads, tokens, d), float32.
@@ -62,9 +63,13 @@ class AttentionLayer:
     def tokens(self) -> int:
         return self.queries.shape[1]
 
+    def is_finite(self) -> bool:
+        """Whether all tensors of the layer are finite."""
+        return all(t.isfinite().all() for t in vars(self).values() if isinstance(t, Tensor))
+
     @property
     def prefix(self) -> int:
-        """Tokens before those of the image: 1 where there is a class token."""
+        """The number of tokens before those of the image: 1 if there is a class token."""
         return 0 if self.size is None else self.tokens - self.size[0] * self.size[1]
 
     @property
@@ -83,7 +88,7 @@ class AttentionLayer:
 
     def rows(self, queries: Sequence[int]) -> Tensor:
         """Rows of the attention matrix for these query tokens, (heads, queries, tokens)."""
-        raise NotImplementedError("a kind of attention knows its rows")
+        raise NotImplementedError("subclasses must implement rows()")
 
     def row(self, query: int) -> Tensor:
         """The row of the attention matrix for one query token, (heads, tokens)."""
@@ -96,19 +101,19 @@ class AttentionLayer:
         return self.rows(self._evenly(SAMPLED_ROWS))
 
     def _evenly(self, count: int) -> list[int]:
-        """At most ``count`` tokens, the first, the last, and others evenly between."""
+        """At most ``count`` tokens: the first, the last, and others evenly spaced between them."""
         return torch.linspace(0, self.tokens - 1, min(count, self.tokens)).long().tolist()
 
     def heat_map(self, query: int) -> Tensor:
-        """The row of ``query`` laid out over the image, without prefix tokens: (heads, H, W)."""
+        """The row of ``query`` as a map of the image, without prefix tokens: (heads, H, W)."""
         return self.lay_out(self.row(query))
 
     def lay_out(self, row: Tensor) -> Tensor:
-        """A row (heads, tokens) over the image, without prefix tokens: (heads, H, W)."""
+        """Reshape a row (heads, tokens) to a map of the image, without prefix tokens: (heads, H, W)."""
         return row[:, self.prefix :].unflatten(1, self._grid())
 
     def token_at(self, x: float, y: float) -> int:
-        """The token of the patch at ``x`` across and ``y`` down, parts of the image in [0, 1]."""
+        """The token of the patch at ``x`` across and ``y`` down, as fractions of the image in [0, 1]."""
         if not (0 <= x <= 1 and 0 <= y <= 1):
             raise ValueError(f"x and y must lie in [0, 1], got {x} and {y}")
         height, width = self._grid()
@@ -125,13 +130,13 @@ class AttentionLayer:
 class SoftLayer(AttentionLayer):
     r"""Softmax-free attention: row i is :math:`\kappa(q_i, L) \, Y' \, \kappa(L, K)`, times ``share``.
 
-    ``dataclasses.replace`` asks what if: ``replace(layer, iterations=5)``, ``normalize=False``.
+    ``dataclasses.replace`` gives variants: ``replace(layer, iterations=5)``, ``normalize=False``.
 
     Attributes:
         landmarks: (heads, m, d), float32.
         scale, normalize, iterations, start, ridge, order: see :func:`softfree.soft_attention`.
         method: its ``inverse``.
-        share: factor of the rows, see :func:`softfree.layers.landmarks.pooled_share`.
+        share: factor that rows are multiplied by, see :func:`softfree.layers.landmarks.pooled_share`.
     """
 
     landmarks: Tensor
@@ -146,7 +151,7 @@ class SoftLayer(AttentionLayer):
 
     @property
     def m(self) -> int:
-        """How many landmarks."""
+        """The number of landmarks."""
         return self.landmarks.shape[1]
 
     @cached_property
@@ -169,15 +174,15 @@ class SoftLayer(AttentionLayer):
 
     @property
     def kernel(self) -> Tensor:
-        """``kappa(K, L)``, (heads, tokens, m), float64; large, so not kept."""
+        """``kappa(K, L)``, (heads, tokens, m), float64; not cached, because it is large."""
         return self._kernel(self.keys, self.landmarks)
 
     def rows(
         self, queries: Sequence[int], kernel: Tensor | None = None, mixing: Tensor | None = None
     ) -> Tensor:
-        """Rows as above; from ``kernel`` and ``mixing``, the properties of these names, where they are kept.
+        """Rows as above; ``kernel`` and ``mixing`` are cached values of the properties of the same names.
 
-        ``mixing`` may be that of other Newton steps.
+        ``mixing`` may also belong to another number of Newton steps.
         """
         mixing = self.mixing if mixing is None else mixing
         left = self._kernel(self.queries[:, queries], self.landmarks) @ mixing * self.share
@@ -191,33 +196,43 @@ class SoftLayer(AttentionLayer):
         return out
 
     def _kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        # In float64: Y' may have a norm of 100, and large terms that cancel would show in a map.
+        # In float64, because Y' may have a norm of 100, and errors from large terms that cancel would be
+        # visible.
         return gaussian_kernel(x.double(), y.double(), self.scale)
 
     @cached_property
     def eigenvalues(self) -> Tensor:
-        """Of ``A``, falling, (heads, m), float64; rounding below 0 is cut off."""
+        """Eigenvalues of ``A`` in descending order, (heads, m), float64.
+
+        Negative rounding errors become 0.
+        """
         return torch.linalg.eigvalsh(self.a).flip(-1).clamp(min=0)
 
     def condition(self) -> Tensor:
-        """The largest eigenvalue of ``A`` over its smallest, (heads,); inf where ``A`` is singular."""
+        """The condition number of ``A``, largest over smallest eigenvalue, (heads,).
+
+        It is inf if ``A`` is singular.
+        """
         return self.eigenvalues[:, 0] / self.eigenvalues[:, -1]
 
     def residual(self) -> Tensor:
-        """How far ``Y`` is from an inverse: of Newton, ``||B Y B - B|| / ||B||``; of a solve, the same of A; (heads,)."""
+        """How far ``Y`` is from an inverse, (heads,): ``||B Y B - B|| / ||B||``.
+
+        For the Newton iteration ``B = A + ridge I``; for a solve ``B = A``.
+        """
         if self.method == "solve":
             return solve_residual(self.a, ridge=self.ridge, order=self.order)
         return self.residuals()[:, -1]
 
     def residuals(self, iterations: int | None = None) -> Tensor:
-        """:func:`softfree.newton_residuals` of ``A``, (heads, iterations + 1); a solve's is the same at every step."""
+        """:func:`softfree.newton_residuals` of ``A``, (heads, iterations + 1); constant for a solve."""
         steps = self.iterations if iterations is None else iterations
         if self.method == "solve":
             return self.residual()[:, None].expand(-1, steps + 1)
         return newton_residuals(self.a, steps, start=self.start, ridge=self.ridge)
 
     def expected_residuals(self, iterations: int) -> Tensor:
-        """What :meth:`residuals` gives in exact arithmetic, from the eigenvalues: (heads, iterations + 1).
+        """The result of :meth:`residuals` in exact arithmetic, from the eigenvalues: (heads, iterations + 1).
 
         After k steps ``B Y B - B`` has the eigenvalues ``-lam (1 - alpha lam^2)^(2^k)``, ``B = A + ridge I``.
         """
@@ -226,11 +241,14 @@ class SoftLayer(AttentionLayer):
         return (lam * self._cut_off()[..., None] ** powers).amax(1) / lam[:, :1, 0]
 
     def kept_eigenvalues(self) -> Tensor:
-        """How many eigenvalues are inverted by more than half; of the others little is left: (heads,)."""
+        """The number of eigenvalues that are inverted by more than half, (heads,).
+
+        The others are mostly cut off.
+        """
         return (self.inverted_share() > 0.5).sum(-1)
 
     def inverted_share(self) -> Tensor:
-        """``lam`` times what ``Y`` has in its place, (heads, m): 1 for an inverse, 0 for what is cut off."""
+        """Each eigenvalue ``lam`` times that of ``Y``, (heads, m): 1 if inverted, 0 if cut off."""
         if self.method == "solve":
             return self.eigenvalues * solve_spectrum(
                 self.eigenvalues, ridge=self.ridge, order=self.order
@@ -243,21 +261,24 @@ class SoftLayer(AttentionLayer):
         return (1 - alpha * (self.eigenvalues + self.ridge).square()).abs()
 
     def steps_needed(self) -> int | None:
-        """The fewest Newton steps that bring every head's residual to CONVERGED; None beyond MOST_STEPS, or for a solve."""
+        """The fewest Newton steps after which every head has converged.
+
+        Returns None for a solve, or if more than MOST_STEPS are needed.
+        """
         if self.method == "solve":
             return None
         enough = (self.expected_residuals(MOST_STEPS) <= CONVERGED).all(0)
         return int(enough.int().argmax()) if enough.any() else None
 
     def spectral_norm(self, normalize: bool | None = None) -> Tensor:
-        """``||Y'||_2`` (Fig. 6b), as the layer has it or with ``normalize`` chosen: (heads,)."""
+        """``||Y'||_2`` (Fig. 6b), (heads,); ``normalize`` overrides that of the layer."""
         layer = self if normalize is None else replace(self, normalize=normalize)
         return torch.linalg.matrix_norm(layer.mixing, 2)
 
     def nystrom_error(self) -> Tensor:
-        """How far the landmarks are from the kernel they stand for, on evenly chosen tokens: (heads,).
+        """The error of the kernel that is rebuilt from the landmarks, on evenly chosen tokens: (heads,).
 
-        ``||S - kappa(Q, L) Y kappa(L, Q)||_F / ||S||_F`` with ``S = kappa(Q, Q)``, normalisation left out.
+        ``||S - kappa(Q, L) Y kappa(L, Q)||_F / ||S||_F`` with ``S = kappa(Q, Q)``, without normalisation.
         """
         tokens = self.queries[:, self._evenly(SAMPLED)]
         exact = self._kernel(tokens, tokens)
@@ -266,7 +287,7 @@ class SoftLayer(AttentionLayer):
         return torch.linalg.matrix_norm(error) / torch.linalg.matrix_norm(exact)
 
     def as_softmax(self) -> "SoftmaxLayer":
-        """What softmax attention would do with the same queries."""
+        """Softmax attention with the same queries."""
         return SoftmaxLayer(self.name, "softmax", self.size, self.queries, self.keys)
 
 
@@ -280,11 +301,11 @@ class SoftmaxLayer(AttentionLayer):
 
 @dataclass(frozen=True, eq=False)
 class FactoredLayer(AttentionLayer):
-    """A rival that is linear in the tokens: row i is ``left_i right^T``.
+    """Another attention that is linear in the tokens: row i is ``left_i right^T``.
 
     Attributes:
         left: (heads, tokens, r).
-        right: (heads, tokens, r), or (1, tokens, r) where the heads share it.
+        right: (heads, tokens, r), or (1, tokens, r) if the heads share it.
     """
 
     left: Tensor
@@ -296,7 +317,7 @@ class FactoredLayer(AttentionLayer):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCapture:
-    """The attention layers of one forward pass, in the order they ran, and what the model returned.
+    """The attention layers of one forward pass, in the order they ran, and the model's output.
 
     Attributes:
         layers: see :class:`AttentionLayer`.
@@ -308,12 +329,12 @@ class AttentionCapture:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The numbers of the stages, rising."""
+        """The numbers of the stages, ascending."""
         return tuple(sorted({layer.stage for layer in self.layers}))
 
     @property
     def soft_layers(self) -> tuple[SoftLayer, ...]:
-        """The softmax-free ones among the layers."""
+        """The softmax-free layers."""
         return tuple(layer for layer in self.layers if isinstance(layer, SoftLayer))
 
     def layer(self, stage: int, block: int = -1) -> AttentionLayer:
@@ -338,7 +359,7 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
 
     Args:
         model: any model with attention layers of softfree.
-        image: (channels, H, W) or (1, channels, H, W), normalised as the model wants it.
+        image: (channels, H, W) or (1, channels, H, W), normalised as the model expects.
 
     Example:
         >>> import timm, torch, softfree
@@ -358,9 +379,9 @@ def capture_attention(model: nn.Module, image: Tensor) -> AttentionCapture:
 
 
 def capture_sequence(model: nn.Module, tokens: Tensor) -> AttentionCapture:
-    """As :func:`capture_attention`, for a sequence encoder and one sample: tokens (n,), or (n, channels).
+    """Like :func:`capture_attention`, for a sequence encoder and one sample: tokens (n,), or (n, channels).
 
-    Of a pair, (2, n), the first sequence is captured.
+    For a pair, (2, n), the first sequence is captured.
 
     Example:
         >>> import torch
@@ -374,11 +395,11 @@ def capture_sequence(model: nn.Module, tokens: Tensor) -> AttentionCapture:
 
 
 def _capture(model: nn.Module, sample: Tensor) -> AttentionCapture:
-    """Of a batch of one."""
+    """Capture the attention layers on a batch of one sample."""
     layers: list[AttentionLayer] = []
 
     def hooks(name: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        """Read a layer from what its projection gives, which so is computed once."""
+        """Record a layer from the output of its projection, so that this is computed only once."""
         grids: list[Size] = []
 
         def note_grid(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -386,7 +407,13 @@ def _capture(model: nn.Module, sample: Tensor) -> AttentionCapture:
 
         def record(_: nn.Module, __: tuple, projected: Tensor) -> None:
             with torch.autocast(projected.device.type, enabled=False):
-                layers.append(_read(name, module, projected, *grids))
+                layer = _read(name, module, projected, *grids)
+            if not layer.is_finite():
+                raise ValueError(
+                    f"{name}: its queries or landmarks are not finite; the weights are damaged, or their "
+                    "training diverged"
+                )
+            layers.append(layer)
 
         yield module.register_forward_pre_hook(note_grid, with_kwargs=True)
         projection: Any = module.qv if isinstance(module, SoftAttention) else module.qkv
@@ -419,9 +446,9 @@ def _grid_of(
     mask: Tensor | None = None,
     context: Tensor | None = None,
 ) -> Size:
-    """The grid, out of the arguments that an attention layer was called with."""
+    """The grid, from the arguments that an attention layer was called with."""
     if mask is not None or context is not None:
-        raise ValueError(f"{name}: attention with a mask or to a context can't be captured")
+        raise ValueError(f"{name}: attention with a mask or a context can't be captured")
     return size
 
 
@@ -440,12 +467,12 @@ def _read_soft(name: str, module: SoftAttention, projected: Tensor, size: Size) 
     q, sampled = module.keys_and_landmarks(q, size)
     landmarks, present = sampled
     share = pooled_share(module.sampler, sampled, q.shape[2], size)
-    # A landmark that takes no part changes nothing when it is left out.
+    # Leaving out a landmark that is masked changes nothing.
     landmarks = landmarks[0] if present is None else landmarks[0][:, present[0]]
     tokens = q[0].float()
     return SoftLayer(
         name,
-        "SOFT++" if module.normalize else "SOFT",
+        _kind(module),
         size,
         tokens,
         tokens,
@@ -459,6 +486,12 @@ def _read_soft(name: str, module: SoftAttention, projected: Tensor, size: Size) 
         order=module.order,
         share=1.0 if share is None else float(share),
     )
+
+
+def _kind(module: SoftAttention) -> str:
+    if not module.normalize:
+        return "SOFT"
+    return OWN if module.query_norm else "SOFT++"
 
 
 # The factors ``left`` and ``right`` of a layer, from queries and keys (heads, tokens, d) in float32.

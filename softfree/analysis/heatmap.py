@@ -1,4 +1,4 @@
-"""Where a patch of a photo attends to, per head, drawn (Fig. 4 and 7 of the papers)."""
+"""Drawings of where a patch of a photo attends to, per head (Fig. 4 and 7 of the papers)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ from softfree.analysis.plots import new_figure
 COLOURS = "viridis"
 OPACITY = 0.75  # of a map over the photo
 DISPLAY = 336  # pixels of a picture: 56, 28, 14 and 7 tokens are whole squares of it
-# Inches: a picture, the space around it, the heading's height, what the colour bar takes.
+# In inches: a picture, the space around it, the height of the heading, the room for the colour bar.
 CELL, GAP, MARGIN, HEADING = 2.0, 0.08, 0.1, 0.35
 BAR_WIDTH, BAR_LENGTH = 0.95, 4.5
 
 
 class Panel(NamedTuple):
-    """The heat map of one head, (H, W), between 0 and 1, and what its weights are like."""
+    """The heat map of one head, (H, W), between 0 and 1, and a note on its weights."""
 
     title: str
     heat: np.ndarray
@@ -57,18 +57,18 @@ def heat_panels(layer: AttentionLayer, place: tuple[float, float], heads: int) -
 
 
 def note_of(heat: Tensor, judged: Judgement) -> str:
-    """From what to what a map's weights go, and their total: scaled maps look alike, whether a head attends or not."""
-    spread = f"{heat.min():.1e} to {heat.max():.1e}"
+    """The range of a map's weights and their total, which colours do not show."""
+    spread = f"{heat.min():.3g} to {heat.max():.3g}"
     if judged.word == "dead":
         return f"next to nothing: {spread}"
     return f"alike: {spread}" if judged.word == "flat" else f"{spread}, total {judged.total:.2g}"
 
 
 def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> Any:
-    """The photo, then a group of maps for each layer: beside each other (``across``) or below."""
+    """Draw the photo, then a group of maps for each layer, side by side (``across``) or below each other."""
     longest = max(len(group.panels) for group in groups)
     rows, columns = (longest, len(groups)) if across else (len(groups), longest)
-    # Every place is known beforehand: a layout engine would draw the figure twice to find the same.
+    # All positions are known; a layout engine would draw the figure twice to find the same ones.
     side, above, between = (0.3, 0.6, 0.0) if across else (0.45, 0.3, 0.3)
     first = MARGIN + CELL + GAP + side  # left edge of the maps
     width = first + columns * (CELL + GAP) + BAR_WIDTH
@@ -104,7 +104,7 @@ def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> An
                 cell.set_title(column_title, fontsize=8 if across else 9)
             if column == 0:
                 cell.set_ylabel(row_title, fontsize=9 if across else 8)
-    # What the colours mean, at the right edge: as they are over mid-grey.
+    # The colour bar at the right edge shows the colours as they are over mid-grey.
     long = min(BAR_LENGTH, height - HEADING - 2 * MARGIN)
     left, bottom = width - BAR_WIDTH + 0.1, (height - HEADING - long) / 2
     axes = figure.add_axes((left / width, bottom / height, 0.25 / width, long / height), xticks=[])
@@ -112,12 +112,15 @@ def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> An
     axes.imshow(colours, aspect="auto", extent=(0, 1, 0, 1))
     axes.yaxis.tick_right()
     axes.yaxis.set_label_position("right")
-    axes.set_ylabel("attention, from each map's least weight to its greatest")
+    axes.set_ylabel("attention: 0 (or the smallest weight, if negative) to each map's largest")
     return figure
 
 
 def paint(heat: np.ndarray, grey: Image.Image) -> Image.Image:
-    """A map over the grey photo, each token a flat square, so that none looks finer than it is."""
+    """Paint a map over the grey photo.
+
+    Each token is a flat square, so that maps don't look finer than they are.
+    """
     from matplotlib import colormaps
 
     colours = Image.fromarray(colormaps[COLOURS](heat, bytes=True)[..., :3])

@@ -1,6 +1,6 @@
-"""Whether a layer attends: to something, to next to nothing ("dead"), or to everything alike ("flat").
+"""Whether a layer attends to something, to next to nothing ("dead"), or to everything alike ("flat").
 
-`inspect`, `train`, `figure heatmap` and the explorer all judge, and draw, by these functions.
+`inspect`, `train`, `figure heatmap` and the explorer all use these functions to judge and to draw.
 """
 
 from collections.abc import Iterable
@@ -13,19 +13,20 @@ from softfree.analysis.capture import AttentionLayer
 
 Word = Literal["", "dead", "flat"]
 WORDS: tuple[Word, ...] = ("", "dead", "flat")
-# Weights of a token that add up to less than this change the sum that follows in its third digit.
+# If a token's weights add up to less than this, they change the following sum only in its third digit.
 NEXT_TO_NOTHING = 1e-2
-# Weights that differ by less than this part of the greatest look alike on any scale that begins at 0.
+# Weights that differ by less than this fraction of the largest look alike on a scale that starts at 0.
 ALIKE = 0.05
 
 
 class Judgement(NamedTuple):
-    """What rows of attention weights are like.
+    """A judgement on rows of attention weights.
 
     Attributes:
-        total: what the sizes of a row's weights add up to (softmax: 1), of the head with most.
-        contrast: how far a row's weights are apart, in parts of its greatest size, of the head with most.
-        word: "dead", "flat", or "" if the layer attends to something.
+        total: sum of the absolute weights of a row (softmax: 1), for the head with the largest sum.
+        contrast: range of a row's weights relative to its largest absolute weight, for the head with the
+            largest.
+        word: "" if any head attends to something; otherwise "flat", or "dead" if all heads are.
     """
 
     total: float
@@ -34,22 +35,24 @@ class Judgement(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is wrong, in words; empty if nothing is."""
+        """The problem in words; empty if there is none."""
         if self.word == "dead":
             return (
-                f"attends to next to nothing: a token's weights add up to {self.total:.2g} at most; "
+                f"attends to next to nothing: a token's weights add up to at most {self.total:.2g}; "
                 "landmarks are far from all tokens"
             )
         if self.word == "flat":
             return (
-                f"attends to everything alike: a token's weights differ by {self.contrast:.1%} of the "
-                "greatest at most"
+                f"attends to everything alike: a token's weights differ by at most {self.contrast:.1%} of "
+                "the largest"
             )
         return ""
 
 
 def judge(rows: Tensor) -> Judgement:
-    """Judge rows of attention weights (heads, rows, tokens): means over the rows, of the head that has most.
+    """Judge rows of attention weights (heads, rows, tokens) by their means over the rows.
+
+    Each head is judged by itself, since a flat head beside a dead one attends to nothing in particular.
 
     Example:
         >>> import torch
@@ -58,9 +61,14 @@ def judge(rows: Tensor) -> Judgement:
         >>> judge(torch.full((2, 1, 64), 1e-6)).word
         'dead'
     """
-    total = rows.abs().sum(-1).mean(-1).max().item()
-    contrast = contrasts(rows).mean(-1).max().item()
-    return Judgement(total, contrast, _word(total, contrast, rows.shape[-1]))
+    totals = rows.abs().sum(-1).mean(-1)
+    spreads = contrasts(rows).mean(-1)
+    heads = zip(totals.tolist(), spreads.tolist(), strict=True)
+    words = {_word(total, contrast, rows.shape[-1]) for total, contrast in heads}
+    word = next(word for word in ("", "flat", "dead") if word in words)
+    if word == "flat":  # what a dead head's few weights are like does not count
+        spreads = spreads[totals >= NEXT_TO_NOTHING]
+    return Judgement(totals.max().item(), spreads.max().item(), word)
 
 
 def judge_layer(layer: AttentionLayer) -> Judgement:
@@ -69,7 +77,7 @@ def judge_layer(layer: AttentionLayer) -> Judgement:
 
 
 def judge_maps(maps: Tensor) -> list[Judgement]:
-    """Judge each of the maps (..., H, W) by itself, in the order in which they lie in memory."""
+    """Judge each of the maps (..., H, W) separately, in row-major order."""
     rows = maps.reshape(-1, maps.shape[-2] * maps.shape[-1])
     figures = torch.stack([rows.abs().sum(-1), contrasts(rows)], -1).tolist()
     tokens = rows.shape[-1]
@@ -79,29 +87,28 @@ def judge_maps(maps: Tensor) -> list[Judgement]:
 
 
 def contrasts(rows: Tensor) -> Tensor:
-    """Greatest less least value over the greatest size, (...,) of (..., tokens); 0 where all are 0."""
+    """Range of the values divided by the largest absolute value, (...,) of (..., tokens); 0 if all are 0."""
     greatest = rows.abs().amax(-1)
     return (rows.amax(-1) - rows.amin(-1)) / torch.where(greatest > 0, greatest, 1)
 
 
 def scale_maps(maps: Tensor) -> Tensor:
-    """Maps (..., H, W) between 0 and 1 for a colour scale.
+    """Scale maps (..., H, W) to values between 0 and 1, for a colour scale that includes the weight 0.
 
-    0 at the least value and 1 at the greatest, as in the papers; but a dead map is 0 and a flat one 1 throughout, for
-    full contrast over nearly equal values would show what is not there.
+    The largest weight (or 0, if all are negative) becomes 1, and the smallest (or 0, if all are positive)
+    becomes 0. So nearly equal weights get nearly the same colour; a scale from the smallest weight to the
+    largest, as in the papers, would show contrast that is not there. A dead map is 0 everywhere.
     """
     least, greatest = (part[..., None, None] for part in (maps.amin((-2, -1)), maps.amax((-2, -1))))
+    least, greatest = least.clamp(max=0), greatest.clamp(min=0)
     span = greatest - least
-    scaled = torch.where(span > 0, (maps - least) / torch.where(span > 0, span, 1), 0)
-    words = [judged.word for judged in judge_maps(maps)]
-    for word, value in (("dead", 0.0), ("flat", 1.0)):
-        found = torch.tensor([each == word for each in words], device=maps.device)
-        scaled = torch.where(found.view(*maps.shape[:-2], 1, 1), value, scaled)
-    return scaled
+    dead = torch.tensor([judged.word == "dead" for judged in judge_maps(maps)], device=maps.device)
+    blank = dead.view(*maps.shape[:-2], 1, 1) | (span <= 0)
+    return torch.where(blank, 0, (maps - least) / torch.where(blank, 1, span))
 
 
 def warnings_of(layers: Iterable[AttentionLayer]) -> dict[str, str]:
-    """By the layers' names, what is wrong with those that attend to nothing, or to everything alike."""
+    """Warnings, by the name of the layer, for layers that attend to nothing, or to everything alike."""
     found = {layer.name: judge_layer(layer).text for layer in layers}
     return {name: text for name, text in found.items() if text}
 
@@ -109,5 +116,5 @@ def warnings_of(layers: Iterable[AttentionLayer]) -> dict[str, str]:
 def _word(total: float, contrast: float, tokens: int) -> Word:
     if total < NEXT_TO_NOTHING:
         return "dead"
-    # A single token is like all others.
+    # With a single token, all weights are trivially alike.
     return "flat" if contrast < ALIKE and tokens > 1 else ""

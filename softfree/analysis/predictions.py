@@ -1,4 +1,4 @@
-"""Pictures of results: a photo with its likeliest classes, and what the quickstart has learned."""
+"""Drawings of results: a photo with its likeliest classes, and the results of the quickstart."""
 
 import io
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MAX_SIDE = 800  # of a photo in a drawing
 LONGEST_LABEL = 28
 ROWS, COLUMNS = 5, 6
 DPI = 120
-OUTLINE = 110  # grey that parts a digit from what is around it
+OUTLINE = 110  # grey that separates a digit from its surroundings
 
 
 class Sample(NamedTuple):
@@ -29,10 +29,11 @@ class Sample(NamedTuple):
 
 
 class HeatMap(NamedTuple):
-    """Where a patch looks: ``heat`` (H, W) over a picture, (x, y) in [0, 1] the patch's centre."""
+    """Where a patch looks: ``heat`` (H, W), from 0 to 1, over a picture, and (x, y) in [0, 1], the patch's centre."""
 
     title: str
     heat: np.ndarray
+    note: str
     x: float
     y: float
 
@@ -40,7 +41,7 @@ class HeatMap(NamedTuple):
 def draw_classes(
     picture: Image.Image, labels: Sequence[str], probabilities: Sequence[float]
 ) -> Image.Image:
-    """A photo with a bar for each of its likeliest classes beside it."""
+    """Draw a photo with a bar for each of its likeliest classes next to it."""
     figure = _figure(9, 4)
     photo, bars = figure.subplots(1, 2, width_ratios=(1, 1))
     small = picture.copy()
@@ -73,7 +74,7 @@ def draw_quickstart(
     attended: Image.Image,
     heat_maps: Sequence[HeatMap],
 ) -> None:
-    """Write sample predictions, the curves of the training, and where the model looks.
+    """Draw sample predictions, the training curves, and where the model looks.
 
     Args:
         samples: the first ROWS x COLUMNS of them are shown.
@@ -139,7 +140,10 @@ def _draw_heat_maps(part: Any, picture: Image.Image, heat_maps: Sequence[HeatMap
     plain.set_title("the digit", fontsize=10, color=INK)
     for axes, heat_map in zip(others, heat_maps, strict=True):
         extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-        axes.imshow(heat_map.heat, cmap="inferno", extent=extent, interpolation="nearest")
+        axes.imshow(
+            heat_map.heat, cmap="inferno", vmin=0, vmax=1, extent=extent, interpolation="nearest"
+        )
+        axes.set_xlabel(heat_map.note, fontsize=9, color=INK)
         axes.contour(np.asarray(picture.convert("L")), levels=[OUTLINE], colors="white", alpha=0.6)
         axes.set_title(heat_map.title, fontsize=10, color=INK)
     for axes, heat_map in zip((plain, *others), (heat_maps[0], *heat_maps), strict=True):

@@ -36,11 +36,11 @@ def explore(
     """Serve the page until Ctrl-C. Photos stay in memory; nothing is written or sent elsewhere.
 
     Args:
-        photos: photos of yours to begin with, beside those that are drawn.
-        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated. Without it and --model the
-            newest run under output/.
+        photos: your photos to start with, in addition to the drawn ones.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated. If neither it nor
+            --model is given, the newest run under output/.
         model: name of a fresh model with random weights, see `softfree models`; may be repeated.
-        host: address to listen on. Others than 127.0.0.1 let other machines in, without a password.
+        host: address to listen on. Any other than 127.0.0.1 lets other machines in, without a password.
         port: port to listen on; 0 for any free one.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
@@ -57,7 +57,7 @@ def explore(
     if not checkpoint and not model and (newest := newest_run()):
         checkpoint = (newest,)
     listening = listen(host, port)
-    # A moved query costs a few small products, which threads make slower, above all on busy cores.
+    # Moving the query costs a few small products, which threads make slower, especially on busy cores.
     torch.set_num_threads(1)
     subjects = load_subjects(checkpoint, model, device=where)
     check_images(subjects, checkpoint)
@@ -68,11 +68,11 @@ def explore(
     address = f"[{host}]" if ":" in host else host
     console.print(
         f"Attention of {escape(', '.join(subject.title for subject in subjects))}\n"
-        f"[bold]http://{escape(address)}:{listening.getsockname()[1]}/[/]   Ctrl-C ends it"
+        f"[bold]http://{escape(address)}:{listening.getsockname()[1]}/[/]   Ctrl-C stops it"
     )
     if host not in (LOOPBACK, "::1", "localhost"):
         console.print("[yellow]Anyone who reaches this address can use it.[/]")
-    with suppress(KeyboardInterrupt):  # the way to end it
+    with suppress(KeyboardInterrupt):  # the usual way to stop it
         server.run(sockets=[listening])
     return 0
 
@@ -81,11 +81,11 @@ main = command(explore, __doc__)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address, or an error that says what would work; before the models are loaded."""
+    """Open a socket at this address before models are loaded, or raise an error that says what would work."""
     if not 0 <= port <= 65535:
         raise ValueError(f"--port must be at most 65535 (0 for any free one), got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm, which holds answers back for 40 ms, off only for sockets that say TCP.
+    # asyncio turns off Nagle's algorithm, which delays answers by 40 ms, only for sockets that specify TCP.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -102,11 +102,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_images(subjects: Sequence[Subject], checkpoints: Sequence[Path]) -> None:
-    """Refuse models that read something else than photos."""
+    """Raise if a model does not take photos."""
     for path, subject in zip(checkpoints, subjects, strict=False):
         task = subject.metadata["task"]
         if task == "longrange":
-            raise ValueError(f"--checkpoint {path} is of the task {task!r}, which reads no photos")
+            raise ValueError(f"--checkpoint {path} is for the task {task!r}, which has no photos")
 
 
 def samples(subjects: Sequence[Subject]) -> dict[str, Image.Image]:
@@ -116,7 +116,7 @@ def samples(subjects: Sequence[Subject]) -> dict[str, Image.Image]:
     known = [list(subject.metadata.get("class_names", ())) for subject in subjects]
     if list("0123456789") not in known:
         return drawn
-    # Late: scikit-learn takes a second to import.
+    # Imported late, because scikit-learn takes a second to import.
     from softfree.data.digits import Digits
 
     digits = Digits("val")

@@ -1,8 +1,8 @@
-"""Draw the papers' figures for a model and a photo of yours.
+"""Draw the papers' figures for a model and one of your photos.
 
 `softfree figure heatmap` shows where a patch attends to, `convergence` how fast the Newton iteration
-converges, `spectrum` the eigenvalues behind it and what the normalisation does, and `resolution` the accuracy
-against the size of the images.
+converges, `spectrum` the eigenvalues behind it and the effect of the normalisation, and `resolution` the
+accuracy against the size of the images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +46,7 @@ from softfree.training.settings import WORKERS
 SMALL = 512  # pixels of an image's side
 DRAWN = 8
 SIZES = (224, 320, 416, 512, 640)
-AROUND = (0.75, 1.25, 1.5, 2.0)  # of the size of the training, for `resolution`
+AROUND = (0.75, 1.25, 1.5, 2.0)  # factors of the training size, for `resolution`
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,20 +72,21 @@ def heatmap(
     """Draw where a patch of a photo attends to (Fig. 4 and 7).
 
     One model: a row of pictures for each stage (its last block). Several models, or --stage: a column for
-    each, at one stage. Each map is a row of the attention matrix, coloured from its least weight to its greatest, as
-    in the papers; both are written on it, and its total, what the sizes of the weights add up to (softmax: 1, less
-    what a class token has). Maps of nothing and of weights that are all alike have one colour.
+    each model, at one stage. Each map is a row of the attention matrix, coloured from the weight 0 (or its
+    smallest weight, if that is negative) to its largest. Its range is written on it, and its total, the sum of
+    the absolute weights (softmax: 1, minus the part of a class token). If its weights are all nearly zero or
+    nearly equal, it says so instead of the total.
 
     Args:
-        photo: a photo of yours; otherwise one is drawn.
-        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare. Without it,
-            --model and --attention the newest run under output/.
+        photo: one of your photos; otherwise one is drawn.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare. If
+            neither it nor --model nor --attention is given, the newest run under output/.
         model: name of a fresh model with random weights, see `softfree models`; may be repeated.
         attention: attention of a fresh model, such as softfree or softmax; may be repeated to compare.
-        query: the patch, as a point in pixels of the photo; its centre if not given.
-        stage: only this stage, from 1; side by side 1 if not given.
+        query: the patch, as a point in pixels of the photo; otherwise the centre.
+        stage: draw only this stage, from 1; otherwise 1 when comparing models.
         heads: how many heads to draw.
-        img_size: side of the square the model sees; otherwise that of its training.
+        img_size: side of the square the model sees; otherwise the training size.
         draw: the file to write: .png, .svg or .pdf.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
     """
@@ -94,7 +95,7 @@ def heatmap(
     check_positive("--heads", heads)
     where = choose_device(device)
     if img_size is None or img_size <= SMALL:
-        # Threads gain little here, and on cores that are busy otherwise they wait seconds for each other.
+        # Threads gain little here, and on busy cores they wait seconds for each other.
         torch.set_num_threads(1)
     point = None if query is None else parse_query(query)
     picture = load_photo(photo)
@@ -128,7 +129,7 @@ def heatmap(
 
 
 def parse_query(text: str) -> tuple[float, float]:
-    """``"120,80"`` as (120, 80)."""
+    """Parse ``"120,80"`` to (120, 80)."""
     try:
         x, y = (float(part) for part in text.split(","))
     except ValueError:
@@ -144,13 +145,13 @@ def convergence(
     draw: Path = Path("convergence.png"),
     target: OneSubject = SUBJECT,
 ) -> int:
-    """Draw how fast the Newton iteration converges, per stage: mean, and band from least to greatest (Fig. 5).
+    """Draw how fast the Newton iteration converges, per stage: the mean, and the range as a band (Fig. 5).
 
     Args:
-        data_dir: a folder of photos, with its subfolders; otherwise parts of a drawn picture.
-        images: at most so many photos, taken evenly from the folder.
-        iterations: Newton steps to follow.
-        img_size: side of the square the model sees; otherwise that of its training.
+        data_dir: a folder of photos, including subfolders; otherwise parts of a drawn picture.
+        images: maximum number of photos, chosen evenly from the folder.
+        iterations: number of Newton steps to draw.
+        img_size: side of the square the model sees; otherwise the training size.
         draw: the file to write: .png, .svg or .pdf.
     """
     check_figure("--draw", draw)
@@ -177,7 +178,7 @@ def find_photos(folder: Path, count: int) -> list[Path]:
     from softfree.data.images import EXTENSIONS, image_files
 
     if not folder.is_dir():
-        raise FileNotFoundError(f"--data-dir {folder} is no folder; give one with photos")
+        raise FileNotFoundError(f"--data-dir {folder} is not a folder; use a folder with photos")
     files = image_files(folder)
     if not files:
         raise FileNotFoundError(
@@ -207,29 +208,29 @@ def spectrum(
     """Draw the eigenvalues of A, and the spectral norm with and without normalisation against m (Fig. 6).
 
     Args:
-        photo: a photo of yours; otherwise one is drawn.
-        img_size: two or more sides of the squares behind the spectral norms, for larger ones have more
-            landmarks; the first is also behind the eigenvalues. Otherwise 224 320 416 512 640, and the
-            training's for the eigenvalues.
+        photo: one of your photos; otherwise one is drawn.
+        img_size: two or more image sizes for the spectral norms, since larger images have more landmarks; the
+            first is also used for the eigenvalues. Otherwise 224 320 416 512 640, and the training size for
+            the eigenvalues.
         draw: the file to write: .png, .svg or .pdf.
     """
     check_figure("--draw", draw)
     check_img_size(*img_size)
     if len(img_size) == 1:
-        raise ValueError(f"--img-size must be two or more, got {img_size[0]}")
+        raise ValueError(f"--img-size needs two or more sizes, got {img_size[0]}")
     picture = load_photo(photo)
     subject = target.load()
     first = img_size[0] if img_size else None
     captured = capture_attention(subject.model, subject.look(picture, first).pixels)
     if not captured.soft_layers:
-        raise ValueError(f"{subject.title} has no softmax-free layer, and so no matrix A")
+        raise ValueError(f"{subject.title} has no softmax-free layer, so it has no matrix A")
     norms: dict[int, list[SpectralNorms]] = {}
     sides = sorted(set(img_size or SIZES))
     for side in track(sides, "sizes", console=Console(stderr=True), transient=True):
         found = capture_attention(subject.model, subject.look(picture, side).pixels)
         last_blocks = [found.layer(stage) for stage in found.stages]
         layers = [layer for layer in last_blocks if isinstance(layer, SoftLayer)]
-        # Where a class token is one landmark more, the layer still belongs to the same size.
+        # A class token may add a landmark, but the layer still belongs to the same size.
         norms.setdefault(layers[0].m, []).extend(
             spectral_norms(layer.landmarks, layer.scale) for layer in layers
         )
@@ -251,11 +252,11 @@ def resolution(
     """Draw the accuracy of classifiers against the size of the images (Table 6).
 
     Args:
-        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare. Without it the
-            newest run under output/.
-        data_dir: folder with train/ and val/; otherwise what each checkpoint was trained on.
-        dataset: a data set as timm names it, in --data-dir.
-        img_size: sides of the images; otherwise from three quarters to twice that of the training.
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; may be repeated to compare.
+            Otherwise the newest run under output/.
+        data_dir: folder with train/ and val/; otherwise the data that each checkpoint was trained on.
+        dataset: name of a data set in timm's notation, stored in --data-dir.
+        img_size: sizes of the images; otherwise from three quarters to twice the training size.
         batch_size: images at a time.
         workers: processes that load images.
         draw: the file to write: .png, .svg or .pdf.
@@ -278,14 +279,14 @@ def resolution(
     if not checkpoint:
         raise ValueError("--checkpoint is needed: a folder that `softfree train` wrote")
     with join_processes(device) as processes:
-        # All are looked at before the first is scored, which may take long.
+        # All are loaded before the first is scored, which may take long.
         tested: list[tuple[str, Any, dict[str, Any], Any]] = []
         for path in checkpoint:
             network, metadata = Classification.load(path)
             data = load_validation_images(path, data_dir, dataset)
             check_classes(path, metadata["class_names"], data.class_names)
             title = checkpoint_title(path, metadata)
-            # Runs of one name in two places are told by these.
+            # Runs with the same name in two places are told apart by their paths.
             title = str(path) if title in (name for name, *_ in tested) else title
             tested.append((title, network, metadata, data))
         trained = {title: metadata["img_size"] for title, _, metadata, _ in tested}
@@ -317,7 +318,7 @@ def resolution(
 
 
 def sizes_around(trained: Iterable[int]) -> list[int]:
-    """Sizes from three quarters to twice those of the trainings, these among them; multiples of 32, the others.
+    """Sizes from three quarters to twice the training sizes, including these; the others are multiples of 32.
 
     Example:
         >>> sizes_around([224])

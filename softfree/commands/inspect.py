@@ -10,6 +10,7 @@ import tyro
 from softfree.analysis.capture import (
     CONVERGED,
     MOST_STEPS,
+    OWN,
     AttentionCapture,
     AttentionLayer,
     SoftLayer,
@@ -32,7 +33,7 @@ from softfree.commands.common import (
 )
 from softfree.training.longrange import LongRange, first_sample
 
-# Beyond this condition float32 leaves the smallest eigenvalues about one digit.
+# Beyond this condition number, the smallest eigenvalues have only about one correct digit in float32.
 NEAR_SINGULAR = 1e6
 
 
@@ -43,22 +44,22 @@ def inspect(
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
     target: OneSubject = SUBJECT,
 ) -> int:
-    """Print a table of the layers, and what deserves attention.
+    """Print a table of the layers, and warnings about problems.
 
     Args:
-        photo: a photo of yours; otherwise one is drawn.
-        img_size: side of the square the model sees; otherwise that of its training.
+        photo: one of your photos; otherwise one is drawn.
+        img_size: side of the square the model sees; otherwise the training size.
         as_json: print JSON, for programs.
     """
     check_img_size(img_size)
-    load_photo(photo)  # before a model is loaded for nothing
+    load_photo(photo)  # checked before a model is loaded in vain
     subject = target.load()
     captured, words = look(subject, photo, img_size)
     rows = [describe(layer) for layer in captured.layers]
     if as_json:
         print(to_json(rows, indent=2))
     else:
-        print_report(rows, f"{subject.title} at {words}")
+        print_report(rows, f"{subject.title} on {words}")
     return 0
 
 
@@ -68,20 +69,27 @@ main = command(inspect, __doc__)
 def look(
     subject: Subject, photo: Path | None = None, img_size: int | None = None
 ) -> tuple[AttentionCapture, str]:
-    """The attention of a model on a photo, or on a sample of its own where it is one of sequences; and that in words."""
+    """Capture the attention of a model on a photo, or of a sequence model on a sample.
+
+    Also returns a description of the input.
+    """
     if subject.metadata["task"] != LongRange.name:
         seen = subject.look(load_photo(photo), img_size)
-        size = f"{seen.picture.width} x {seen.picture.height} pixels"
+        what = "a drawn picture" if photo is None else "a photo"
+        size = f"{what} of {seen.picture.width} x {seen.picture.height} pixels"
         return capture_attention(subject.model, seen.pixels), size
     if photo is not None or img_size is not None:
-        raise ValueError("a model of sequences sees no photo; leave it and --img-size out")
+        raise ValueError("a sequence model takes no photo; don't use a photo or --img-size with it")
     assert subject.checkpoint is not None
     tokens = first_sample(subject.checkpoint)
     return capture_sequence(subject.model, tokens), "a sample of its task"
 
 
 def describe(layer: AttentionLayer) -> dict[str, Any]:
-    """A layer's figures, of its worst head each, and what is wrong with it; those of A for softmax-free ones alone."""
+    """A layer's figures and its faults.
+
+    Only softmax-free layers have figures of A, each for the worst head.
+    """
     judged = judge_layer(layer)
     row: dict[str, Any] = {
         "layer": layer.name,
@@ -114,7 +122,7 @@ def describe(layer: AttentionLayer) -> dict[str, Any]:
 
 
 def faults_of_inverse(row: dict[str, Any]) -> list[str]:
-    """What is wrong with a softmax-free layer's inverse, and what would help."""
+    """The faults of a softmax-free layer's inverse, and what would help."""
     found = []
     newton = row["inverse"] == "newton"
     if newton and row["residual"] > CONVERGED:
@@ -143,30 +151,32 @@ def faults_of_inverse(row: dict[str, Any]) -> list[str]:
 
 
 def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
-    """The table for people, then the warnings."""
+    """Print the table, then the warnings."""
     console = message_console()
-    console.print(f"[bold]{title}[/]; of each layer, the worst head")
+    console.print(f"[bold]{title}[/]")
     newton = any(row.get("inverse") == "newton" for row in rows)
-    titles = ["stage\nblock", "kind", "m", "condition\nof A", "residual\nafter T", "T",
-              *["T for\n1e-2"] * newton, "Nyström\nerror", "norm\nof Y'", "inverted"]  # fmt: skip
+    titles = ["stage\nblock", "kind", "total", "con-\ntrast", "cond.\nof A", "resid.\nafter T", "T",
+              *["T for\n1e-2"] * newton, "Nyström\nerror", "in-\nverted"]  # fmt: skip
     table = make_table(titles)
     for row in rows:
         place = f"{row['stage']}.{row['block']}"
+        total = row["total_weight"]
+        attends = f"{total:.2g}" if total >= 0.01 else f"{total:.0e}", f"{row['contrast']:.0%}"
         if "m" not in row:
-            table.add_row(place, row["kind"], *[NOTHING] * (len(titles) - 2))
+            table.add_row(place, row["kind"], *attends, *[NOTHING] * (len(titles) - 4))
             continue
         needed = f"> {MOST_STEPS}" if row["steps_needed"] is None else str(row["steps_needed"])
-        solve = row["inverse"] == "solve"
+        steps = ["solve", *[NOTHING] * newton]
+        if row["inverse"] == "newton":
+            steps = [str(row["steps"]), needed]
         table.add_row(
             place,
             row["kind"],
-            str(row["m"]),
+            *attends,
             "inf" if row["condition"] is None else f"{row['condition']:.1e}",
             f"{row['residual']:.1e}",
-            "solve" if solve else str(row["steps"]),
-            *[NOTHING if solve else needed] * newton,
+            *steps,
             f"{row['nystrom_error']:.2f}",
-            f"{row['spectral_norm']:.3g}",
             f"{row['kept_eigenvalues']}/{row['m']}",
             style="yellow" if row["warnings"] else "",
         )
@@ -174,20 +184,22 @@ def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
     warned = [(row["layer"], text) for row in rows for text in row["warnings"]]
     for layer, text in warned:
         console.print(f"[yellow]warning[/] {layer}: {text}")
-    if any(row["judgement"] == "dead" for row in rows):
+    if any(row["judgement"] == "dead" and row["kind"] != OWN for row in rows):
         console.print(
             "Convolution landmarks start far from all tokens; softfree_* (and --attention\n"
-            "softfree) takes means of normed queries instead and attends from the start."
+            "softfree) uses means of normed queries instead and attends from the start."
         )
     if not warned:
         console.print(
             "No warning: every layer attends and converges, and no matrix A is near-singular."
         )
     console.print(
-        "residual: |AYA - A| / |A| after the T Newton steps that the layer takes, or of\n"
-        "its solve.\n"
-        "Nyström error: of the kernel between sampled tokens, rebuilt from the landmarks.\n"
-        "norm of Y': of the matrix between the two kernels. inverted: eigenvalues of A\n"
-        "that T steps invert by more than half; the others are cut off, which bounds Y'.",
+        "total: sum of a token's absolute weights; contrast: their range relative to the\n"
+        "largest. Both are of the head with the most, other figures of the worst head.\n"
+        "cond.: condition number of A. resid.: |AYA - A| / |A| after the T Newton steps\n"
+        "that the layer takes, or of its solve. Nyström error: of the kernel between\n"
+        "sampled tokens, rebuilt from the landmarks. inverted: eigenvalues of A, one per\n"
+        "landmark, that are inverted by more than half; Newton steps cut the others off.\n"
+        "--json has more figures.",
         style="dim",
     )

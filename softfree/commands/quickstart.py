@@ -12,6 +12,8 @@ from rich.markup import escape
 from torch import Tensor
 
 from softfree.analysis.capture import capture_attention
+from softfree.analysis.heatmap import note_of
+from softfree.analysis.judgement import judge_maps, scale_maps
 from softfree.analysis.predictions import COLUMNS, ROWS, HeatMap, Sample, draw_quickstart
 from softfree.commands import train, validate
 from softfree.commands.common import command, message_console, shell_lines
@@ -20,7 +22,7 @@ from softfree.training.classification import Classification, Normalize, eval_tra
 from softfree.training.devices import choose_device
 from softfree.training.logs import EVAL_CSV, TRAIN_CSV
 
-# Twice the size of the digits, and landmarks of small windows: maps of attention with something to see.
+# Twice the size of the digits, and landmarks of small windows, so that attention maps have details.
 FLAGS = (
     "--img-size", "64", "--model", "softfree_tiny", "--model-kwargs", "embed_dims=32,64,96,128",
     "num_heads=1,2,3,4", "depths=1,1,1,1", "strides=4,2,1,1",
@@ -35,7 +37,7 @@ EXAMPLES = 10
 def quickstart(
     output: Path = Path("output/quickstart"), epochs: int = EPOCHS, device: str = "auto"
 ) -> int:
-    """Needs no data and no network. Run again, it continues or shows what is there.
+    """Needs no data and no internet. If run again, it continues, or shows the results.
 
     Args:
         output: folder for checkpoints, logs and the picture.
@@ -70,10 +72,10 @@ def quickstart(
         f"[bold]That took {time.monotonic() - began:.0f} s. Next:[/]\n"
         f"  {escape(predicting)}\n"
         "  softfree train classification --data-dir D --output OUT\n"
-        "                     your pictures, a folder a class: D/cats/, D/dogs/, ...\n"
+        "                     your pictures, one folder per class: D/cats/, D/dogs/, ...\n"
         f"  softfree explore   a page that shows where {escape(str(best))} attends\n"
         "  softfree demo      how fast it is without softmax\n"
-        "If the shell finds no softfree: source .venv/bin/activate"
+        "If the shell does not find softfree: source .venv/bin/activate"
     )
     return 0
 
@@ -82,13 +84,13 @@ main = command(quickstart, __doc__)
 
 
 def show_step(console: Console, number: int, what: str, command: str, argv: Sequence[str]) -> None:
-    """A heading, and the command that does the same."""
+    """Print a heading, and the command that does the same."""
     console.print(f"[bold]{number}. {what}[/]")
     console.print(shell_lines(["softfree", command, *argv]), style="dim", markup=False)
 
 
 def draw(path: Path, output: Path, device: torch.device) -> None:
-    """The picture: samples with right and wrong answers, the curves, and where one digit's patch looks."""
+    """Draw samples with right and wrong answers, the curves, and where a patch of one digit attends to."""
     model, metadata = Classification.load(output / "best", device)
     digits = load_images(None).val
     prepare = eval_transform(metadata)
@@ -109,7 +111,7 @@ def draw(path: Path, output: Path, device: torch.device) -> None:
     draw_quickstart(
         path,
         f"{metadata['model']}, made small: {len(right)} of {len(samples)} handwritten digits "
-        f"read rightly ({len(right) / len(samples):.1%})",
+        f"read correctly ({len(right) / len(samples):.1%})",
         shown,
         read_curve(output / TRAIN_CSV, "loss"),
         read_curve(output / EVAL_CSV, "top1"),
@@ -119,15 +121,17 @@ def draw(path: Path, output: Path, device: torch.device) -> None:
 
 
 def heat_maps(model: torch.nn.Module, image: Tensor, picture: Image.Image) -> list[HeatMap]:
-    """Rows of the attention matrices of two stages, means over the heads, for a patch on the digit."""
+    """Rows of the attention matrices of two stages, averaged over the heads, for a patch on the digit."""
     captured = capture_attention(model, image)
     x, y = brightest(picture)
     maps = []
     for stage in STAGES:
         layer = captured.layer(stage)
-        heat = layer.heat_map(layer.token_at(x, y)).mean(0).cpu().numpy()
+        heat = layer.heat_map(layer.token_at(x, y)).mean(0).cpu()
         rows, columns = heat.shape
-        maps.append(HeatMap(f"stage {stage}: {rows} x {columns} tokens", heat, x, y))
+        title = f"stage {stage}: {rows} x {columns} tokens"
+        note = note_of(heat, judge_maps(heat)[0])
+        maps.append(HeatMap(title, scale_maps(heat).numpy(), note, x, y))
     return maps
 
 
@@ -140,13 +144,13 @@ def brightest(picture: Image.Image) -> tuple[float, float]:
 
 
 def read_curve(path: Path, column: str) -> list[tuple[float, float]]:
-    """(epoch, value) of every row of a run's log."""
+    """Read (epoch, value) from every row of a run's log."""
     with path.open(newline="") as file:
         return [(float(row["epoch"]), float(row[column])) for row in csv.DictReader(file)]
 
 
 def save_examples(folder: Path) -> None:
-    """A few validation digits as files, to try `softfree predict` on."""
+    """Write a few validation digits to files, for trying `softfree predict`."""
     digits = load_images(None).val
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(EXAMPLES):

@@ -2,8 +2,8 @@
 
 `softfree train classification --data-dir D --output OUT`, alone or under torchrun.
 
-Exit codes: 0 done; 1 failed on the way; 2 wrong arguments or unreadable files; 75 asked to stop (SIGTERM or
-Ctrl-C): the run is saved and goes on with --resume auto.
+Exit codes: 0 done; 1 failed during the run; 2 wrong arguments or unreadable files; 75 asked to stop (SIGTERM
+or Ctrl-C): the run is saved, and --resume auto continues it.
 """
 
 import errno
@@ -11,6 +11,8 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+from rich.markup import escape
 
 from softfree.analysis.capture import KNOWN
 from softfree.analysis.judgement import warnings_of
@@ -27,10 +29,10 @@ from softfree_cli import FAILED, fail
 
 SUMMARIES = {
     "classification": "Train an image classifier.",
-    "detection": "Train a detector of objects: RetinaNet (boxes) or Mask R-CNN (boxes and masks).",
+    "detection": "Train an object detector: RetinaNet (boxes) or Mask R-CNN (boxes and masks).",
     "longrange": (
         "Train the sequence encoder on a task of the Long Range Arena, or on twins.\n\n--task sets the defaults "
-        "below to the papers' for it. At the end the step that was best on dev is tested."
+        "below to those of the papers. At the end the step that was best on dev is tested."
     ),
     "segmentation": "Train UPerNet, or a linear head: a class for every pixel.",
 }
@@ -41,7 +43,7 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 def main(argv: Sequence[str], advice: bool = True) -> int:
     """Run ``softfree train`` with these arguments; return the exit code.
 
-    ``advice``: end with what to type next.
+    With ``advice``, print what to type next at the end.
     """
     if argv and argv[0] in HELP:
         print_subcommands("softfree train", SUMMARIES, __doc__ or "")
@@ -55,8 +57,8 @@ def main(argv: Sequence[str], advice: bool = True) -> int:
         task,
         prog=f"softfree train {task.name}",
         description=(
-            f"{SUMMARIES[task.name]}\n\nFlags win over a recipe. Under torchrun, --batch-size is that of one "
-            "process."
+            f"{SUMMARIES[task.name]}\n\nFlags override the recipe. Under torchrun, --batch-size is the batch size of "
+            "one process."
         ),
     )
     try:
@@ -66,7 +68,10 @@ def main(argv: Sequence[str], advice: bool = True) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return fail("no space left on the disk of --output; make room, then --resume auto", FAILED)
+        return fail(
+            "no space left on the disk of --output; make room, then continue with --resume auto",
+            FAILED,
+        )
 
     if not code and os.environ.get("RANK", "0") == "0":
         warn_of_attention(settings.run.output / "best")
@@ -76,25 +81,28 @@ def main(argv: Sequence[str], advice: bool = True) -> int:
 
 
 def warn_of_attention(checkpoint: Path) -> None:
-    """Say which layers of a trained model attend to nothing, or to everything alike."""
+    """Warn about layers of a trained model that attend to nothing, or to everything equally."""
     if not checkpoint.exists():
         return
     subject = load_subject(checkpoint, None)
     if not any(isinstance(module, KNOWN) for module in subject.model.modules()):
         return
-    layers = look(subject)[0].layers
     console = message_console()
+    try:
+        captured, seen = look(subject)
+    except ValueError as error:  # the training is done all the same
+        console.print(f"[yellow]warning[/] {escape(str(error))}")
+        return
+    layers = captured.layers
     found = warnings_of(layers)
     for name, text in found.items():
         console.print(f"[yellow]warning[/] {name} {text}")
     if found:
-        console.print(
-            f"{len(found)} of {len(layers)} attention layers do little, seen on one sample"
-        )
+        console.print(f"{len(found)} of {len(layers)} attention layers do little, seen on {seen}")
 
 
 def next_steps(task: str, checkpoint: Path) -> str:
-    """What to type after a training."""
+    """Commands to type after training."""
     commands: tuple[tuple[str, str], ...] = (
         (f"predict {PHOTO}", "what it sees"),
         (f"inspect {PHOTO}", "whether it attends"),
@@ -112,13 +120,13 @@ def next_steps(task: str, checkpoint: Path) -> str:
 
 
 def report(outcome: Outcome, output: Path) -> int:
-    """The last line of a run, by the main process, and its exit code."""
+    """Print the last line of a run in the main process; return the exit code."""
     main_process = os.environ.get("RANK", "0") == "0"
     console = message_console(markup=False, quiet=not main_process)
     position = outcome.position
     if outcome.stopped:
         console.print(
-            f"stopped at step {position.step:,} as asked and saved in {output}/last; go on with "
+            f"stopped at step {position.step:,} as requested and saved in {output}/last; continue with "
             "--resume auto"
         )
         return STOPPED

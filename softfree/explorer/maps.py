@@ -1,4 +1,4 @@
-"""What the page asks for: photos, captured attention and heat maps, all of it in memory and bounded."""
+"""The data behind the page: photos, captured attention and heat maps, all in a limited amount of memory."""
 
 import contextlib
 import ctypes
@@ -21,8 +21,6 @@ from softfree.analysis.pictures import seen_box
 from softfree.analysis.subject import Subject
 from softfree.data.images import open_image
 
-# Three ways to attend with the queries of one softmax-free layer.
-VARIANTS = ("SOFT", "SOFT++", "softmax")
 SIZES = range(32, 513, 32)
 MOST_STEPS = 40
 TOP = 5
@@ -36,7 +34,7 @@ KEPT_MIXINGS = 256
 
 
 class Place(NamedTuple):
-    """One attention layer: of which model, on which photo, at which image size."""
+    """One attention layer of a model, on a photo, at an image size."""
 
     model: int
     photo: str
@@ -48,13 +46,13 @@ class Place(NamedTuple):
 class Explorer:
     """Photos, and what the models' attention layers do with them.
 
-    A photo's capture, a layer's kernel and the inverse for a number of Newton steps are computed once and
-    kept for a while, so that a moved query costs two small products. Calls may come from any thread; one
-    computes at a time.
+    A photo's capture, a layer's kernel and the inverse for a number of Newton steps are cached for a while,
+    so that moving the query costs two small products. Calls may come from any thread; only one computes at a
+    time.
 
     Args:
         subjects: the models.
-        samples: photos that are there from the start, by name.
+        samples: the initial photos, by name.
     """
 
     def __init__(self, subjects: Sequence[Subject], samples: Mapping[str, Image.Image]):
@@ -62,7 +60,7 @@ class Explorer:
         self.sample_names = {f"sample-{n}": name for n, name in enumerate(samples, 1)}
         self._samples = dict(zip(self.sample_names, map(_square, samples.values()), strict=True))
         self._uploads: dict[str, Image.Image] = {}
-        # Also because two threads that capture from one model would record each other's layers.
+        # Also needed because two threads that capture from one model would record each other's layers.
         self._computing = threading.RLock()
         self._decoding = threading.Lock()
         self._capture = lru_cache(KEPT_CAPTURES)(self._run)
@@ -72,9 +70,10 @@ class Explorer:
         )
 
     def add_photo(self, content: bytes) -> str:
-        """Keep a photo, from the bytes of its file; returns its name. The oldest of many is forgotten.
+        """Keep a photo, given the bytes of its file; return its name.
 
-        Raises :class:`softfree.data.images.UnreadableImageError` with the reason.
+        If there are too many, the oldest is dropped. Raises
+        :class:`softfree.data.images.UnreadableImageError` with the reason.
         """
         with self._decoding:  # a large photo takes hundreds of megabytes for a moment
             try:
@@ -89,17 +88,20 @@ class Explorer:
         return name
 
     def photo(self, name: str, model: int | None = None) -> Image.Image:
-        """The central square of a photo, or what a model sees of it; ValueError if it isn't kept."""
+        """The central square of a photo, or what a model sees of it.
+
+        Raises ValueError if it is no longer kept.
+        """
         square = self._samples.get(name) or self._uploads.get(name)
         if square is None:
-            raise ValueError("that photo is no longer kept; give it again")
+            raise ValueError("that photo is no longer kept; open it again")
         if model is None:
             return square
         crop_pct = self.subjects[model].metadata.get("crop_pct", 1.0)
         return square.crop(seen_box(square.size, crop_pct))
 
     def describe(self, model: int, photo: str, size: int) -> dict[str, Any]:
-        """The layers a model has on a photo, and its likeliest classes (None if it has no classes)."""
+        """The layers of a model on a photo, and the likeliest classes (None if the model has no classes)."""
         with self._computing:
             captured = self._capture(model, photo, size)
             layers = [_describe_layer(layer) for layer in captured.layers if layer.size]
@@ -107,7 +109,10 @@ class Explorer:
             return {"layers": layers, "top": top_classes(captured.output, metadata)}
 
     def convergence(self, place: Place) -> dict[str, Any]:
-        """The residual after 0, 1, ... Newton steps, of the worst head; none but for softmax-free layers."""
+        """The residuals of the worst head after 0, 1, ... Newton steps.
+
+        They are empty unless the layer is softmax-free.
+        """
         with self._computing:
             layer = self.layer(place)
             if not isinstance(layer, SoftLayer) or layer.method == "solve":
@@ -116,14 +121,14 @@ class Explorer:
             return {"residuals": worst.tolist(), "steps_needed": layer.steps_needed()}
 
     def layer(self, place: Place) -> AttentionLayer:
-        """The layer at a place; ValueError where the model has none."""
+        """The layer at a place; raises ValueError if the model has none."""
         with self._computing:
             return self._capture(*place[:3]).layer(place.stage, place.block)
 
     def heat_maps(self, place: Place, x: float, y: float, steps: int | None = None) -> Tensor:
-        """The maps of the patch at (x, y), parts of the image: (variants, heads, H, W), float64, on the CPU.
+        """The maps (variants, heads, H, W) of the patch at (x, y), as fractions of the image.
 
-        ``steps`` are Newton's; None: as many as the layer takes.
+        They are float64, on the CPU. ``steps`` is the number of Newton steps; None: as many as the layer uses.
         """
         with self._computing:
             layer = self.layer(place)
@@ -147,7 +152,7 @@ class Explorer:
 
 
 def top_classes(output: Any, metadata: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The likeliest classes, falling; None for models that don't classify, or not yet."""
+    """The likeliest classes in descending order; None for models that don't classify, or are untrained."""
     names = metadata.get("class_names")
     if metadata.get("task") != "classification" or names is None:
         return None
@@ -160,13 +165,22 @@ def top_classes(output: Any, metadata: dict[str, Any]) -> list[dict[str, Any]] |
 
 
 def pack(maps: Tensor) -> bytes:
-    """Maps (..., H, W) for the page: of each its least and greatest value, float32, then a byte, the place of what it is
-    judged to be in WORDS, then all of them as bytes, scaled from 0 to 255 by :func:`scale_maps`.
+    """Pack maps (..., H, W) for the page.
+
+    First the smallest and the largest value of each map as float32; then for each map a byte, the index of
+    its judgement in WORDS; then all maps as bytes, scaled from 0 to 255 by :func:`scale_maps`.
     """
     ranges = torch.stack([maps.amin((-2, -1)), maps.amax((-2, -1))], -1).numpy().astype("<f4")
     words = bytes(WORDS.index(judged.word) for judged in judge_maps(maps))
     scaled = (255 * scale_maps(maps)).round().numpy().astype(np.uint8)
     return ranges.tobytes() + words + scaled.tobytes()
+
+
+def _variants(layer: AttentionLayer) -> list[str]:
+    """Names of the maps of a layer: a softmax-free one shows three ways to attend with its queries."""
+    if not isinstance(layer, SoftLayer):
+        return [layer.kind]
+    return ["SOFT", layer.kind if layer.normalize else "SOFT++", "softmax"]
 
 
 def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
@@ -182,19 +196,19 @@ def _describe_layer(layer: AttentionLayer) -> dict[str, Any]:
         "heads": layer.heads,
         "grid": layer.size,
         "warning": judge_layer(layer).text,
-        "variants": VARIANTS if soft else [layer.kind],
+        "variants": _variants(layer),
         **soft,
     }
 
 
 def give_memory_back() -> None:
-    """Let the system have what was freed: the C library keeps it, for each thread that once asked for it."""
+    """Return freed memory to the system; otherwise the C library keeps it for each thread."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)  # only in glibc
 
 
 def _square(photo: Image.Image) -> Image.Image:
-    """The central square, outside which no model sees, at most WIDEST wide."""
+    """The central square, which is all that models see, at most WIDEST wide."""
     square = photo.crop(seen_box(photo.size, 1.0))
     square.thumbnail((WIDEST, WIDEST))
     return square

@@ -1,9 +1,9 @@
 """The explorer over HTTP: one page, and the data behind it. Nothing is written to disk.
 
-It is made to run on the user's own machine beside a browser that also visits other sites. These can't read
-from it (no CORS), can't upload (the Origin must be ours), can't make it compute (browsers say when a request comes
-from another site) and can't pose as it under a name of theirs that points here (the Host must be an address,
-localhost or the name that was asked for).
+It runs on the user's own machine, next to a browser that also visits other sites. These sites can't read from
+it (no CORS), can't upload (the Origin must be ours), can't make it compute (browsers say when a request comes
+from another site), and can't impersonate it under a name of theirs that points here (the Host must be an
+address, localhost or the name given by --host).
 """
 
 import ipaddress
@@ -48,7 +48,10 @@ Part = Annotated[float, Query(ge=0, le=1)]
 def create_app(
     subjects: Sequence[Subject], samples: Mapping[str, Image.Image], host: str = "127.0.0.1"
 ) -> FastAPI:
-    """The application, reached by the name or address ``host``; ``samples`` are one photo or more, by name."""
+    """Create the application, reached by the name or address ``host``.
+
+    ``samples`` are one or more photos by name.
+    """
     explorer = Explorer(subjects, samples)
     uploads = 0
     # FastAPI's own documentation pages would load scripts from elsewhere.
@@ -138,7 +141,7 @@ def create_app(
 
 
 class Guard:
-    """Refuses what other sites send, and gives every answer the headers that keep it to this page."""
+    """Rejects requests from other sites, and adds the headers that restrict answers to this page."""
 
     def __init__(self, app: ASGIApp, name: str):
         self.app, self.name = app, name
@@ -160,11 +163,11 @@ class Guard:
         try:
             await (refusal or self.app)(scope, receive, send_guarded)
         except ClientDisconnect:
-            pass  # nobody is left to be told
+            pass  # the client is gone
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not begun:
-                await error(500, "this failed; see where the explorer was started")(
+                await error(500, "this failed; see the terminal where the explorer was started")(
                     scope, receive, send_guarded
                 )
 
@@ -176,9 +179,10 @@ class Guard:
             try:
                 own = urlsplit(origin).netloc == address
             except ValueError:
-                return error(400, f"the Origin {origin} is no address")
+                return error(400, f"the Origin {origin} is not an address")
             return None if own else error(403, f"requests from {origin} are refused")
-        # A browser sends no Origin for a picture or a script, but says whose page wants it. A link may lead here.
+        # Browsers send no Origin for pictures and scripts, but say which site's page asks. Links may lead
+        # here.
         follows = headers.get("sec-fetch-mode") == "navigate" and not path.startswith("/api/")
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not follows:
             return error(403, "requests from other sites are refused")
@@ -188,7 +192,7 @@ class Guard:
 def is_trusted(host_header: str, name: str) -> bool:
     """Whether a Host header names this server: by any address, as localhost, or by its own name.
 
-    A site that lets its own name point to this machine (DNS rebinding) is told by that name.
+    A site whose own name points to this machine (DNS rebinding) is recognized by that name.
 
     Example:
         >>> is_trusted("127.0.0.1:8642", ""), is_trusted("[::1]:8642", ""), is_trusted("evil.example", "")
@@ -208,5 +212,5 @@ def is_trusted(host_header: str, name: str) -> bool:
 
 
 def error(status: int, message: str) -> JSONResponse:
-    """A refusal in the form of FastAPI's own."""
+    """An error response in the form of FastAPI's own."""
     return JSONResponse({"detail": message}, status)

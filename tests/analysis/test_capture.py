@@ -317,3 +317,21 @@ def test_before_training_tokens_of_our_own_model_see_different_places_and_those_
         rows = layer.rows(range(0, layer.tokens, max(1, layer.tokens // 64)))
         differing = ((rows - rows.mean(1, keepdim=True)).norm() / rows.norm()).item()
         assert differing > 0.4 if name == "softfree_tiny" else differing < 0.1, layer.name
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("soft_tiny", "SOFT"), ("softpp_tiny", "SOFT++"), ("softfree_tiny", "softfree")],
+)
+def test_a_layer_has_the_name_of_its_attention(name, kind):
+    layers = capture_attention(small(name), torch.randn(3, 64, 64)).layers
+    assert {layer.kind for layer in layers} == {kind}
+
+
+def test_weights_that_are_not_finite_are_named_in_one_sentence():
+    model = small("softfree_tiny")
+    layer = "stages.1.blocks.0.attn"
+    with torch.no_grad():
+        model.get_submodule(layer).qv.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=f"^{layer}: its queries or landmarks are not finite"):
+        capture_attention(model, torch.randn(3, 64, 64))

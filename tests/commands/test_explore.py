@@ -79,7 +79,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
 
 
 def test_models_of_sequences_are_refused():
-    with pytest.raises(ValueError, match=r"--checkpoint OUT/best is of the task 'longrange'"):
+    with pytest.raises(ValueError, match=r"--checkpoint OUT/best is for the task 'longrange'"):
         check_images([subject(task="longrange")], [Path("OUT/best")])
 
 

@@ -107,8 +107,8 @@ def test_wrong_arguments_are_refused(tmp_path, photo, capsys):
         (["heatmap", "--stage", 7, "--img-size", 64], "stage must be one of 1, 2, 3, 4, got 7"),
         (["heatmap", "--heads", 0], "--heads must be above 0"),
         (["heatmap", "--attention", "sotfmax"], "attention must be one of"),
-        (["convergence", "--data-dir", tmp_path / "none"], "is no folder"),
-        (["spectrum", "--img-size", 64], "--img-size must be two or more"),
+        (["convergence", "--data-dir", tmp_path / "none"], "is not a folder"),
+        (["spectrum", "--img-size", 64], "--img-size needs two or more sizes"),
         (["resolution", "--checkpoint", tmp_path / "none"], "none"),
     ):
         assert run(*arguments) == 2, arguments

@@ -91,7 +91,7 @@ def test_the_command_reports_a_checkpoint(tmp_path, capsys):
     folder = classifier_checkpoint(tmp_path / "run" / "best", iterations=3)
     assert softfree_cli.main(["inspect", "--checkpoint", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "softpp_tiny, run at 64 x 64 pixels" in out
+    assert "softpp_tiny, run on a drawn picture of 64 x 64 pixels" in out
     assert out.count("too few Newton steps") == 4
     assert softfree_cli.main(["inspect", "--checkpoint", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -118,7 +118,7 @@ def test_a_model_of_sequences_is_inspected_on_a_sample_of_its_task(tmp_path, cap
     assert [(row["layer"], row["m"]) for row in rows] == [(f"blocks.{i}.attn", 64) for i in (0, 1)]
     given = ["inspect", "--checkpoint", str(tmp_path / "best"), "--img-size", "64"]
     assert softfree_cli.main(given) == 2
-    assert "a model of sequences sees no photo" in capsys.readouterr().err
+    assert "a sequence model takes no photo" in capsys.readouterr().err
 
 
 def test_softmax_layers_are_listed_without_figures(capsys):
@@ -132,7 +132,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
         (["missing.jpg"], "no photo at missing.jpg"),
         (["--model", "no_such"], "timm knows no model 'no_such'"),
         (["--img-size", "20"], "--img-size must be at least 32, got 20"),
-        (["--model", "soft_tiny", "--checkpoint", "x"], "give one"),
+        (["--model", "soft_tiny", "--checkpoint", "x"], "use only one"),
         (["--checkpoint", str(tmp_path / "none")], "no checkpoint at"),
     ):
         assert softfree_cli.main(["inspect", *arguments]) == 2

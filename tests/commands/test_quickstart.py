@@ -9,8 +9,10 @@ import torch
 from PIL import Image
 
 from softfree.analysis.capture import capture_attention
+from softfree.analysis.judgement import scale_maps
 from softfree.commands import predict, quickstart
 from softfree.data import load_images, open_image
+from softfree.layers import SoftAttention
 
 
 @pytest.mark.slow
@@ -51,7 +53,18 @@ def test_heat_maps_are_rows_of_the_attention_of_the_patch_on_the_digit():
     assert first.heat.shape == (16, 16) and second.heat.shape == (8, 8)
     token = int(second.y * 8) * 8 + int(second.x * 8)
     row = capture_attention(model, image).layer(2).row(token).mean(0)
-    torch.testing.assert_close(torch.from_numpy(second.heat).flatten(), row)
+    torch.testing.assert_close(torch.from_numpy(second.heat), scale_maps(row.view(8, 8)))
+    assert second.note == f"{row.min():.3g} to {row.max():.3g}, total {row.abs().sum():.2g}"
+
+
+def test_a_flat_layer_has_one_colour_in_the_picture_and_is_called_so():
+    model = timm.create_model("softfree_tiny", img_size=64, depths=(1, 1, 1, 1)).eval()
+    for module in model.modules():
+        if isinstance(module, SoftAttention):
+            torch.nn.init.constant_(module.log_bandwidth, 6)
+    picture, _ = load_images(None).val.read(0)
+    for heat_map in quickstart.heat_maps(model, torch.randn(3, 64, 64), picture):
+        assert heat_map.heat.min() > 0.95 and heat_map.note.startswith("alike: ")
 
 
 def test_brightest_pixel_is_found_across_and_down():

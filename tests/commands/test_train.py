@@ -82,7 +82,8 @@ def test_the_end_names_layers_that_do_little(tmp_path, capsys, attention, kwargs
     assert softfree_cli.main(["train", "longrange", *options]) == 0
     out = capsys.readouterr().out
     assert ("warning blocks.0.attn" in out) == bool(words)
-    assert ("2 of 2 attention layers do little" in out) == bool(words)
+    seen = "2 of 2 attention layers do little, seen on a sample of its task"
+    assert (seen in " ".join(out.split())) == bool(words)
     assert words is None or words in out
 
 
@@ -133,7 +134,7 @@ def test_pictures_without_val_are_split_and_scored_on_the_same_ones_later(tmp_pa
     fine = "--pretrained-checkpoint", output / "best", "--epochs", "1", "--workers", "0", "--aa="
     assert run("--data-dir", photos, "--output", tmp_path / "fine", *fine, "--device", "cpu") == 0
     said = caplog.text
-    assert f"`model` softfree_tiny, `img_size` 32: as the weights of {output}/best have it" in said
+    assert f"`model` softfree_tiny, `img_size` 32: taken from the weights of {output}/best" in said
     assert "tensors loaded" in said and "replaced" not in said
 
 
@@ -159,7 +160,10 @@ def test_folders_that_are_wrong_give_one_clear_line(folders, tmp_path, capsys, s
     [
         (["--model", "softpp_tinny"], "did you mean 'softpp_tiny'?"),
         (["--recipe", "long"], "--recipe must be one of"),
-        (["--recipe", "finetune"], "--recipe finetune needs --pretrained-checkpoint"),
+        (
+            ["--recipe", "finetune"],
+            "--recipe finetune needs weights to start from: --pretrained-checkpoint",
+        ),
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["--fsdp"], "--fsdp needs several processes"),
         (["--pretrained-checkpoint", "nowhere.pth"], "no checkpoint at nowhere.pth"),
@@ -207,7 +211,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(StopRequest, "__enter__", asked)
     monkeypatch.setattr(StopRequest, "__exit__", lambda *_: None)
     assert run("--output", tmp_path / "out", *SHORT) == train.STOPPED == 75
-    assert "go on with --resume auto" in capsys.readouterr().out
+    assert "continue with --resume auto" in capsys.readouterr().out
     assert (tmp_path / "out" / "last").is_dir()
 
 

@@ -108,14 +108,14 @@ def test_compared_attentions(printed):
 def test_inspected_layers(printed, methods):
     rows = [
         dict(
-            layer="stages.0.blocks.0.attn", stage=1, block=12, kind="SOFT++", m=128, inverse=method,
+            layer="stages.0.blocks.0.attn", stage=1, block=12, kind="softfree", m=128, inverse=method,
             condition=1.2e12, residual=1.2e-3, steps=20, steps_needed=None, nystrom_error=12.34,
-            spectral_norm=123.4, kept_eigenvalues=100, warnings=[], judgement="",
+            kept_eigenvalues=100, total_weight=0.00123, contrast=1.25, warnings=[], judgement="",
         )
         for method in methods
     ]  # fmt: skip
     inspect.print_report(rows, "softfree_tiny")
-    text = printed("stage", "block", "condition", "residual", "Nyström", "inverted", "1.12")
+    text = printed("stage", "block", "cond.", "resid.", "Nyström", "verted", "100/128", "1.12")
     assert ("T for" in text) == ("newton" in methods)  # which a solve does not have
 
 

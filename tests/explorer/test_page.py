@@ -244,12 +244,12 @@ def test_before_the_first_answer_there_are_placeholders(site, browser):
 def test_without_a_head_or_an_attention_the_page_says_so_and_offers_all(page):
     for head in page.locator("#heads input").all():
         head.uncheck(force=True)
-    assert "No head is chosen" in page.locator("#maps").inner_text()
+    assert "No head is selected" in page.locator("#maps").inner_text()
     page.locator("#show-all").click()
     assert page.locator("#maps canvas").count() == 3
     for name in ("SOFT", "SOFT++", "softmax"):
         page.locator("#variants").get_by_label(name, exact=True).uncheck(force=True)
-    assert "No attention is chosen" in page.locator("#maps").inner_text()
+    assert "No attention is selected" in page.locator("#maps").inner_text()
     page.locator("#show-all").click()
     assert page.locator("#maps canvas").count() == 3
 

@@ -5,8 +5,8 @@ const VIRIDIS = ["440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5e
 const COLOURS = colourTable(VIRIDIS);
 const CONVERGED = 1e-2;
 
-// `wanted`: what was chosen; `captured`: the same as shown, once the server has `layers` of it. `layer` is one of
-// them. `steps` null: as many as the layer takes.
+// `wanted`: what is chosen; `captured`: the choice that is shown, once the server has its `layers`. `layer` is one of
+// them. `steps` null: as many as the layer uses.
 const state = {
   setup: null, wanted: { model: 0, photo: null, size: 224 }, captured: null, layers: [], layer: null,
   heads: new Set([0, 1]), hidden: new Set(), steps: null, residuals: [], x: 0.5, y: 0.5, pinned: false, remembered: {},
@@ -57,7 +57,7 @@ async function load() {
     showClasses(top);
     const { stage = layers[0].stage, block = -1 } = state.layer ?? state.remembered;
     state.remembered = {};
-    // The maps are what is waited for.
+    // The user waits for the maps, so they come first.
     await chooseLayer(stage, block);
   } catch (problem) {
     if (problem.name !== "AbortError") say(problem.message);
@@ -70,7 +70,7 @@ function blocksOf(stage) {
   return state.layers.filter((layer) => layer.stage === stage);
 }
 
-// The layer of this stage and block; of the first stage, or the last block, where there is none.
+// The layer of this stage and block; if there is none, of the first stage or the last block.
 function chooseLayer(stage, block) {
   const blocks = blocksOf(blocksOf(stage).length ? stage : state.layers[0].stage);
   state.layer = blocks.find((layer) => layer.block === block) ?? blocks.at(-1);
@@ -85,8 +85,8 @@ function chooseLayer(stage, block) {
 
 let moving = null, moved = false;
 
-// One request at a time; when it is answered, the newest position is asked for and those between are not. Ends when
-// the newest is drawn.
+// One request at a time. When it is answered, only the newest position is requested, and those in between are skipped.
+// Ends when the newest is drawn.
 function refresh() {
   if (!state.layer) return Promise.resolve();
   moved = true;
@@ -106,7 +106,7 @@ async function followNewest() {
   remember();
 }
 
-// ---- the address bar: what is looked at survives a reload
+// ---- the address bar: the current view survives a reload
 
 function remember() {
   const { captured, layer, x, y } = state;
@@ -115,7 +115,7 @@ function remember() {
   history.replaceState(null, "", `#${new URLSearchParams(fields)}`);
 }
 
-// What the address names, as far as this explorer has it.
+// The view in the address, as far as this explorer has it.
 function recall() {
   const fields = new URLSearchParams(location.hash.slice(1));
   const number = (name, least, most) => {
@@ -140,12 +140,12 @@ async function fetchMaps() {
   draw(layer, content);
   placePatches(x, y);
   const took = performance.now() - began;
-  $("speed").textContent = `Last maps: ${took.toFixed(0)} ms from the question to the drawing.`;
+  $("speed").textContent = `Last maps: ${took.toFixed(0)} ms from request to drawing.`;
 }
 
 // ---- drawing
 
-// What a map is: it attends to something, to next to nothing, or to everything alike.
+// The judgement of a map: it attends to something, to next to nothing, or to everything alike.
 const JUDGED = ["", "next to nothing: ", "all alike: "];
 
 function colourTable(stops) {
@@ -160,7 +160,7 @@ function colourTable(stops) {
   return table;
 }
 
-// `content`: least and greatest value of every map as float32, what each is judged to be as a byte, then the maps as
+// `content`: smallest and largest value of every map as float32, the judgement of each as a byte, then the maps as
 // bytes (variants, heads, H, W).
 function draw(layer, content) {
   const [height, width] = layer.grid;
@@ -180,7 +180,8 @@ function draw(layer, content) {
 }
 
 function short(value) {
-  return value === 0 ? "0" : value.toExponential(1).replace("e+0", "").replace("-", "−").replace("e-", "e−");
+  const digits = Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(3);
+  return value === 0 ? "0" : digits.replace("-", "−").replace("e-", "e−");
 }
 
 function patchAt(x, y) {
@@ -200,8 +201,8 @@ function placePatches(x, y) {
   return [row, column];
 }
 
-// A row for each head and a column for each attention, or the other way round where there are more heads: the longer
-// side of the table lies along the longer side of a screen.
+// A row for each head and a column for each attention, or the other way round if there are more heads: the longer
+// side of the table goes along the longer side of a screen.
 function buildMaps() {
   const { layer } = state;
   const shown = layer.variants.map((name, variant) => ({ name, variant })).filter(({ name }) => !isHidden(name));
@@ -211,7 +212,7 @@ function buildMaps() {
     const what = heads.length ? "attention" : "head";
     const button = element("button", { type: "button", id: "show-all" }, `Show every ${what}`);
     button.addEventListener("click", () => (heads.length ? showEveryAttention() : showEveryHead()));
-    const words = element("p", { className: "nothing" }, `No ${what} is chosen, so there is no map. `, button);
+    const words = element("p", { className: "nothing" }, `No ${what} is selected, so there is no map. `, button);
     $("maps").replaceChildren(words);
     return;
   }
@@ -299,7 +300,7 @@ function showSteps() {
   drawCurve(residuals, steps);
 }
 
-// The residual falls from 1 to 1e-6 over the height; what is smaller lies on the ground.
+// The height covers residuals from 1 to 1e-6; smaller ones are drawn at the bottom.
 function drawCurve(residuals, steps) {
   const [left, right, top, bottom] = [26, 230, 6, 56];
   const across = (step) => left + ((right - left) * step) / (residuals.length - 1);
@@ -345,10 +346,10 @@ function showControls() {
   $("grid").textContent = `${height} × ${width} = ${(height * width).toLocaleString("en")} tokens${landmarks}`;
   $("compared").textContent = layer.variants.length === 1
     ? `This layer is ${layer.kind}: the maps show what it computes.`
-    : "All attentions use the same queries, which this layer computed from the photo; in SOFT they are the keys, "
-      + "too. SOFT and SOFT++ differ in the normalisation of the inverse only. Softmax is what softmax attention "
-      + "would do with these queries and keys: not a model trained with it."
-      + (layer.steps === undefined ? "" : " Newton steps act on SOFT and SOFT++.");
+    : "All attentions use the same queries, which this layer computed from the photo; in SOFT they are also the keys. "
+      + `SOFT and ${layer.variants[1]} differ only in the normalisation of the inverse. Softmax shows what softmax attention `
+      + "would do with these queries and keys; it is not a model trained with softmax."
+      + (layer.steps === undefined ? "" : ` Newton steps affect SOFT and ${layer.variants[1]}.`);
   showSteps();
 }
 
@@ -397,7 +398,7 @@ function photoUrl(id) {
   return `api/photos/${id}`;
 }
 
-/** What the captured model sees of its photo, which is what maps lie over. */
+/** What the captured model sees of its photo; maps are drawn over it. */
 function seenUrl() {
   return `${photoUrl(state.captured.photo)}?model=${state.captured.model}`;
 }
@@ -457,7 +458,7 @@ function follow(event) {
 
 // ---- the picture as a file
 
-// The photo with its patch, then the maps as they stand, with what they are.
+// The photo with its patch, then the maps as shown, with their labels.
 async function save() {
   if (!panels.length) return;
   const [side, gap, margin, text] = [240, 12, 16, 18];
@@ -495,7 +496,7 @@ async function save() {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-// A photo, grey where a map lies over it, and the marked patch.
+// A photo, grey if a map is drawn over it, and the marked patch.
 function drawFramed(pen, [image, map], x, y, side) {
   pen.save();
   if (map) pen.filter = "grayscale(1)";
@@ -522,7 +523,7 @@ function pin(on) {
   $("pinned").hidden = !on;
 }
 
-// From the centre of a patch to that of another; Enter holds it, Esc releases it.
+// Moves from the centre of one patch to that of another; Enter holds it, Esc releases it.
 function step(event) {
   if (event.key === "Enter" || event.key === "Escape") {
     pin(event.key === "Enter");
@@ -550,9 +551,9 @@ function listen() {
     follow(event);
   });
   photo.addEventListener("keydown", step);
-  // Wherever the focus is: the photo may have been clicked.
+  // Regardless of the focus, since the photo may have been clicked.
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") pin(false); });
-  // An error goes with the next action; to move the mouse is none.
+  // An error disappears with the next action; moving the mouse is not one.
   for (const action of ["click", "keydown", "change", "input", "paste", "drop"]) {
     document.addEventListener(action, () => say(""), { capture: true });
   }
@@ -610,7 +611,7 @@ async function start() {
   choosePhoto(known ? photo : photos[0].id);
 }
 
-// Photos that were opened are kept by the server for a while.
+// The server keeps opened photos for a while.
 async function isKept(photo) {
   return ask(photoUrl(encodeURIComponent(photo))).then(() => true, () => false);
 }
