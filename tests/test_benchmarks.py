@@ -35,6 +35,9 @@ def test_without_attention_a_layer_is_its_projections_and_the_convolution_of_its
     assert not torch.allclose(layer(x, (6, 4)), expected)
     script.leave_attention_out()
     torch.testing.assert_close(layer(x, (6, 4)), expected)
+    script.leave_attention_out(own_values=True)
+    with_values = layer.proj(values + layer.value_conv(values, (6, 4)))
+    torch.testing.assert_close(layer(x, (6, 4)), with_values)
 
 
 @pytest.fixture(scope="module")
