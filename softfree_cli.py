@@ -1,7 +1,7 @@
 """The ``softfree`` command: lists the commands and starts one.
 
-It lies outside the package and imports nothing heavy, so that ``softfree --help`` answers at once:
-importing anything inside ``softfree`` imports torch and timm, which takes seconds.
+It is outside the package and imports nothing heavy, so that ``softfree --help`` answers at once: importing
+anything inside ``softfree`` imports torch and timm, which takes seconds.
 """
 
 import gc
@@ -17,19 +17,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-# Command and summary; the command's code is ``main(argv)`` in softfree/commands/<command>.py, with ``_``
-# for ``-``.
+# Commands and their summaries; the code of a command is ``main(argv)`` in softfree/commands/<command>.py,
+# with ``_`` for ``-``.
 COMMANDS = {
-    "benchmark": "Measure attentions, or whole models beside their peers: time, memory, throughput.",
+    "benchmark": "Measure attentions or whole models: time, memory, throughput.",
     "check-data": "Check data before training: classes, boxes, masks, missing and damaged files.",
     "compare": "Compare attentions on a task of the Long Range Arena, or on twins: accuracy, size, speed, memory.",
     "demo": "Run a picture through a backbone, then race the operator against softmax attention.",
     "explore": "Serve a page that shows where each patch of a photo attends to.",
     "export": "Write a model as ONNX, as a torch.export program or in timm's layout, checked against PyTorch.",
-    "figure": "Draw the papers' figures for a model and a photo of yours.",
+    "figure": "Draw the papers' figures for a model and one of your photos.",
     "inspect": "Examine the attention layers of a model: condition, convergence, errors.",
-    "models": "List the backbones: parameters, multiply-adds, and the papers' figures beside them.",
-    "predict": "Say what is in pictures, with a model that `softfree train` wrote.",
+    "models": "List the backbones: parameters, multiply-adds, and the papers' figures for comparison.",
+    "predict": "Predict what is in pictures, with a model that `softfree train` wrote.",
     "quickstart": "Train a small model on handwritten digits, score it, and draw what it has learned.",
     "train": "Train a model: from a laptop to a cluster, with checkpoints, logs and resume.",
     "validate": "Score a trained model: accuracy, average precision or mIoU, at any image size.",
@@ -57,7 +57,7 @@ RENAMED = {
     "validate detection": {"--results-file": "--csv"},
     "validate segmentation": {"--results-file": "--csv"},
 }
-# What commands print that need no torch for it; `make texts` writes them.
+# Stored texts, which commands print without importing torch; `make texts` writes them.
 TEXTS = Path(__file__).parent / "softfree" / "commands" / "texts"
 COLUMNS = 80
 FAILED = 1
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``softfree`` with ``argv`` (None: the process's arguments); return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files and classes may have what the terminal's encoding has not.
+        # Names of files and classes may have characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
@@ -86,12 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if text := kept_text(arguments):
         print(text, end="")
         return 0
-    # What the library has to say goes to stderr, without names and levels.
+    # Log messages of the library go to stderr, without names and levels.
     logging.basicConfig(handlers=[_notices()])
     logging.getLogger("softfree").setLevel(logging.INFO)
-    # The import takes seconds in which a user may press Ctrl-C, and modules make other errors of that.
+    # The import takes seconds. If the user presses Ctrl-C then, modules may turn that into other errors.
     if argv is None and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _at_once)
+    if argv is None:
+        # Makes PyTorch ask Linux for huge pages, since training on a CPU spends much of its time on page
+        # faults.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         command = _load(name, own_process=argv is None)
         if argv is None:
@@ -105,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nsoftfree: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader, such as `head`, left. Python would complain again while it closes stdout.
+        # The reader, such as `head`, is gone. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (ValueError, FileNotFoundError) as error:
@@ -113,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return fail(str(error))
     except OSError as error:
-        # Above all a disk that is full or may not be written to.
+        # Usually a disk that is full or not writable.
         if os.environ.get("SOFTFREE_TRACEBACK"):
             raise
         return fail(_of_system(error), FAILED)
@@ -123,7 +127,7 @@ def _of_system(error: OSError) -> str:
     try:
         sys.stdout.flush()
     except OSError:
-        # What is left of stdout, which may be on that disk, can't be written at the end either.
+        # The rest of stdout, which may be on that disk, can't be written at the end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.strerror is None:
         return str(error)
@@ -136,7 +140,10 @@ def _at_once(*_: object) -> NoReturn:
 
 
 def _interrupt_once() -> None:
-    """From now on the first Ctrl-C raises KeyboardInterrupt, for the command to clear up; a second does not wait."""
+    """Let the first Ctrl-C raise KeyboardInterrupt, so that the command can clean up.
+
+    A second one exits at once.
+    """
 
     pressed = False
 
@@ -162,10 +169,10 @@ def _notices() -> logging.Handler:
 
 
 def leave(code: int) -> NoReturn:
-    """End a process that torchrun started, now that all is written, without tearing the interpreter down.
+    """End a process that torchrun started, after everything is written, without interpreter shutdown.
 
-    A thread of PyTorch's gloo may still let go of a tensor. While the interpreter is torn down that ends in
-    an abort of C++, and torchrun takes a run that has succeeded for a failed one.
+    A gloo thread of PyTorch may still release a tensor. During interpreter shutdown that ends in a C++ abort,
+    and torchrun then takes a successful run for a failed one.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -173,10 +180,10 @@ def leave(code: int) -> NoReturn:
 
 
 def _load(name: str, own_process: bool) -> ModuleType:
-    """The module of a command.
+    """Import the module of a command.
 
-    What imports make stays until the end. In a process of our own the garbage collector is kept from searching
-    it, which would take half a second now and again at the end.
+    Objects that imports create stay until the end. In our own process the garbage collector is told to ignore
+    them; searching them would take half a second now, and again at the end.
     """
     if own_process:
         gc.disable()
@@ -188,16 +195,16 @@ def _load(name: str, own_process: bool) -> ModuleType:
 
 
 def kept_text(arguments: Sequence[str]) -> str:
-    """What a command prints for these arguments, where that is kept; "" if the command itself is to be asked."""
+    """The stored output of a command for these arguments; "" if there is none and the command must run."""
     asked = [{"-h": "--help"}.get(argument, argument) for argument in arguments]
-    # Only names that there are: no part of a path.
+    # Only names of existing files are accepted, not parts of a path.
     files = {file.name: file for file in TEXTS.glob("*.txt")}
     file = files.get(text_name(asked))
     return "" if file is None or _columns() < COLUMNS else file.read_text(encoding="utf-8")
 
 
 def text_name(arguments: Sequence[str]) -> str:
-    """The file in which that text is kept.
+    """The name of the file with that text.
 
     Example:
         >>> text_name(["train", "detection", "--help"])
@@ -223,7 +230,7 @@ def _help() -> str:
 
 
 def _fill(text: str, indent: int = 0, columns: int = COLUMNS) -> str:
-    """``text`` in lines that break between words."""
+    """Wrap ``text`` into lines between words."""
     import textwrap
 
     return textwrap.fill(
@@ -259,16 +266,16 @@ def _unknown(name: str) -> str:
 
 
 def _renamed(arguments: Sequence[str]) -> str:
-    """What to write instead of the first flag of an earlier version; "" where there is none."""
+    """A message on what replaces the first flag from an earlier version; "" if there is no such flag."""
     name, first = [*arguments, ""][:2]
     for command, new_names in RENAMED.items():
-        # `validate` finds its subcommand itself where a flag comes first.
+        # `validate` finds its subcommand itself if a flag comes first.
         if command not in (name, f"{name} {first}") and not (
             first.startswith("-") and command.startswith(f"{name} ")
         ):
             continue
         for argument in arguments[1:]:
-            # The parser takes --img_size for --img-size, too.
+            # The parser also accepts --img_size for --img-size.
             flag = argument.partition("=")[0].replace("_", "-")
             if flag in new_names:
                 return f"{flag} of `softfree {command}` is now {new_names[flag]}"
@@ -276,17 +283,17 @@ def _renamed(arguments: Sequence[str]) -> str:
 
 
 def fail(message: str, code: int = USAGE_ERROR) -> int:
-    """Print an error for people, and return its exit code."""
+    """Print an error message, and return the exit code."""
     text = f"softfree: error: {with_flags(message)}"
     if sys.stderr.isatty():
-        # In a file an error stays one line.
+        # An error is wrapped in a terminal, but stays on one line in a file.
         text = "\n".join(_fill(line, columns=_columns()) for line in text.split("\n"))
     print(text, file=sys.stderr)
     return code
 
 
 def with_flags(message: str) -> str:
-    """An error of the package as the user of a command reads it: `img_size` is --img-size."""
+    """Convert argument names in a message of the package to flags: `img_size` becomes --img-size."""
     return re.sub(r"`([a-z][a-z0-9_]*)`", lambda m: "--" + m[1].replace("_", "-"), message)
 
 

@@ -251,6 +251,22 @@ sys.exit(softfree_cli.main())
 """
 
 
+@pytest.mark.parametrize("given, used", [({}, "1"), ({"THP_MEM_ALLOC_ENABLE": "0"}, "0")])
+def test_a_process_of_ours_takes_memory_in_huge_pages_unless_told_otherwise(given, used):
+    program = """
+import os, sys, types, softfree_cli
+say = lambda argv: print(os.environ["THP_MEM_ALLOC_ENABLE"])
+softfree_cli._load = lambda name, own_process: types.SimpleNamespace(main=say)
+sys.argv = ["softfree", "train"]
+softfree_cli.main()
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"} | given
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert (result.returncode, result.stdout) == (0, f"{used}\n")
+
+
 def test_python_m_does_the_same():
     result = subprocess.run(
         [sys.executable, "-m", "softfree", "modles"], capture_output=True, text=True

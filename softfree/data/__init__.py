@@ -1,4 +1,4 @@
-"""What a run reads: image folders, timm's datasets, shards, and the embedded digits."""
+"""Data sets: image folders, timm's data sets, tar shards, and the embedded digits."""
 
 from softfree.data.classification import load_images
 from softfree.data.images import (

@@ -1,7 +1,7 @@
 """CIFAR-10's own files: cifar-10-batches-py (pickles) and cifar-10-batches-bin.
 
-Pickles can run code. Here they can't: of all that a pickle may name only what an array of numbers is made of is known, and
-for that stand classes that keep what they are given. Numpy sees nothing but bytes.
+Pickles can run code, but not here. Only the names that an array of numbers needs are accepted, and they are
+replaced by classes that just keep their arguments. NumPy only ever sees bytes.
 """
 
 import pickle
@@ -20,13 +20,13 @@ MAX_BYTES = 512 * 2**20
 
 
 def find_batches(root: Path) -> Path | None:
-    """The folder of CIFAR-10's files: ``root`` or one in it."""
+    """Find the folder of CIFAR-10's files: ``root`` or a folder in it."""
     folders = (root, root / "cifar-10-batches-py", root / "cifar-10-batches-bin")
     return next((folder for folder in folders if any(folder.glob(BATCHES["train"]))), None)
 
 
 def read_batches(folder: Path, split: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Pictures (n, 32, 32, 3) and labels (n,) of "train" or "test", in the order of the files."""
+    """Read pictures (n, 32, 32, 3) and labels (n,) of "train" or "test", in the order of the files."""
     paths = sorted(path for path in folder.glob(BATCHES[split]) if path.is_file())
     if not paths:
         raise FileNotFoundError(f"`data_dir`: {folder} has no {BATCHES[split]}")
@@ -43,31 +43,31 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         pictures, labels = read(path)
         if len(pictures) != len(labels) or not len(labels):
             raise ValueError(f"it has {len(pictures):,} pictures and {len(labels):,} labels")
-        # In 8 bits a label beyond the classes could become another one.
+        # Converted to 8 bits, a label out of range could turn into a valid one.
         beyond = np.setdiff1d(labels, range(len(CLASSES)))
         if len(beyond):
             raise ValueError(f"labels must be 0 to {len(CLASSES) - 1}, got {beyond[0]}")
     except Exception as error:  # damaged pickles raise errors of nearly any type
         reason = (
-            "it is cut off" if isinstance(error, EOFError) else f"it is damaged ({error!r:.60})"
+            "it is truncated" if isinstance(error, EOFError) else f"it is damaged ({error!r:.60})"
         )
         if type(error) is ValueError:
             reason = str(error)
-        raise ValueError(f"`data_dir`: {path} is no batch of CIFAR-10: {reason}") from error
+        raise ValueError(f"`data_dir`: {path} is not a CIFAR-10 batch: {reason}") from error
     return pictures, labels.astype(np.uint8)
 
 
 def _read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """A byte of the label, then 3,072 of the picture."""
+    """Read records of one byte for the label and 3,072 for the picture."""
     content = np.fromfile(path, np.uint8)
     if len(content) % (1 + VALUES):
-        raise ValueError(f"{len(content):,} bytes are no multiple of {1 + VALUES:,}")
+        raise ValueError(f"its {len(content):,} bytes are not a multiple of {1 + VALUES:,}")
     rows = content.reshape(-1, 1 + VALUES)
     return rows[:, 1:], rows[:, 0]
 
 
 class _Kept:
-    """In the place of numpy's array and dtype: keeps what a pickle would make them of."""
+    """Stands in for numpy's array and dtype; just keeps the arguments found in a pickle."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -78,7 +78,7 @@ class _Kept:
 
 
 def _latin(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes into pickles that Python 2 could read."""
+    """Restore bytes, which Python 3 stores as text in pickles that Python 2 can read."""
     return text.encode("latin-1")
 
 
@@ -91,11 +91,11 @@ KNOWN = {
 }
 
 
-# The one in Python: the one in C takes memory for as many values as a file claims to have.
+# The Python version, because the C version allocates memory for as many values as a file claims to have.
 class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in KNOWN:
-            raise ValueError(f"it names {module}.{name}, of which no code is run"[:100])
+            raise ValueError(f"it refers to {module}.{name}, which is not allowed"[:100])
         return KNOWN[module, name]
 
 
@@ -103,7 +103,7 @@ def _read_pickle(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     with path.open("rb") as file:
         content = _Unpickler(file, encoding="bytes").load()
     if not isinstance(content, dict):
-        raise ValueError("it holds no mapping")
+        raise ValueError("it is not a mapping")
     fields = {key.decode() if isinstance(key, bytes) else key: content[key] for key in content}
     array, labels = fields.get("data"), fields.get("labels")
     if not isinstance(array, _Kept) or not isinstance(labels, list):

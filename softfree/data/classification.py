@@ -1,4 +1,4 @@
-"""Pictures with a class each: folders, the data sets that timm names, or the embedded digits.
+"""Pictures with one class each: folders, timm's named data sets, or the embedded digits.
 
 load_images(data_dir) -> ImageData(train, val, class_names)
 """
@@ -35,17 +35,18 @@ def load_images(
     split_seed: int = 0,
     split: str = "val",
 ) -> ImageData:
-    """Training and validation pictures.
+    """Load training and validation pictures.
 
     Args:
-        data_dir: a folder with train/ and val/ (or validation/, valid/, test/), each with one folder a
+        data_dir: a folder with train/ and val/ (or validation/, valid/, test/), each with one folder per
             class; None: the embedded digits.
-        dataset: a data set as timm names it, in ``data_dir``: "torch/cifar10", "hfds/NAME", or "wds/NAME"
-            for tar shards. Empty: the folders above.
-        strict: raise at the first picture that can't be decoded, instead of an :class:`Unreadable` item.
-        val_split: for a folder without val/, with train/ or with the class folders themselves: the share of each
-            class's pictures to validate on, which ``split_seed`` and the files' names choose.
-        split: "test" for the pictures of test/ to validate on, and of nothing else.
+        dataset: name of a data set in timm's notation, stored in ``data_dir``: "torch/cifar10", "hfds/NAME",
+            or "wds/NAME" for tar shards. Empty: the folders above.
+        strict: raise at the first picture that can't be decoded, instead of returning an :class:`Unreadable`
+            item.
+        val_split: for a folder without val/ (with train/ or just the class folders): the share of each
+            class's pictures to validate on. ``split_seed`` and the file names decide which.
+        split: "test" to validate on the pictures in test/ and on nothing else.
 
     Example:
         >>> from softfree.data import load_images
@@ -58,7 +59,7 @@ def load_images(
     if val_split and (dataset or data_dir is None):
         raise ValueError(
             f"`val_split` {val_split:g} is for folders of pictures; "
-            f"{dataset or 'the embedded digits'} has pictures to validate on"
+            f"{dataset or 'the set of embedded digits'} already has validation pictures"
         )
     held_out = TEST_NAMES if split == "test" else VAL_NAMES
     if dataset:
@@ -77,7 +78,7 @@ def load_images(
         return _split(root, strict, val_split, split_seed)
     layout = " with one folder per class"
     if split == "val" and lacks_validation(root):
-        layout += " (training with `val_split` 0.2 sets a fifth of each class aside)"
+        layout += " (to validate on a fifth of each class, train with `val_split` 0.2)"
     train_root = find_split(root, TRAIN_NAMES, layout)
     val_root = find_split(root, held_out, layout)
     class_names, in_val = _class_folders(train_root), _class_folders(val_root)
@@ -100,12 +101,12 @@ def load_images(
 
 
 def lacks_validation(root: Path) -> bool:
-    """Whether a folder has pictures to train on alone: train/ without val/, or the class folders themselves."""
+    """Whether a folder has only training pictures: train/ without val/, or just the class folders."""
     return root.is_dir() and not any((root / name).is_dir() for name in VAL_NAMES)
 
 
 def has_fewer(data_dir: str | None, count: int) -> bool:
-    """Whether a folder has fewer training pictures than ``count``; looks at no more files than it must."""
+    """Whether a folder has fewer training pictures than ``count``; looks at no more files than necessary."""
     if data_dir is None or not Path(data_dir).is_dir():
         return False
     files = walk_images(_training_folder(Path(data_dir)))
@@ -117,13 +118,16 @@ def _training_folder(root: Path) -> Path:
 
 
 def _split(root: Path, strict: bool, share: float, seed: int) -> ImageData:
-    """The pictures of a folder without val/, of each class ``share`` to validate on, at least one.
+    """Split a folder without val/: ``share`` of each class, at least one picture, is for validation.
 
-    A picture's rank is a hash of its name, so that others that come or go later move few.
+    Pictures are ranked by a hash of their names, so that adding or removing pictures later moves only a few
+    others to the other part.
     """
     if not lacks_validation(root):
         own = find_split(root, VAL_NAMES)
-        raise ValueError(f"`val_split` {share:g}: {own} has pictures to validate on; give one only")
+        raise ValueError(
+            f"`val_split` {share:g}: {own} already has validation pictures; use one of the two"
+        )
     source = _training_folder(root)
     class_names = _class_folders(source)
     files = _read_class_folders(source, class_names, strict)
@@ -132,8 +136,8 @@ def _split(root: Path, strict: bool, share: float, seed: int) -> ImageData:
         classes[label].append(path)
     if single := [f"{name}/" for name, of in zip(class_names, classes, strict=True) if len(of) < 2]:
         raise ValueError(
-            f"`val_split` needs two pictures of a class, one of them to validate on; {source} has one "
-            f"in {some(single)}"
+            "`val_split` needs at least two pictures per class, one of them to validate on; "
+            f"{source} has only one in {some(single)}"
         )
 
     def rank(path: str) -> bytes:

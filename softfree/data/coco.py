@@ -48,7 +48,10 @@ PACKAGES = {"faster-coco-eval": _faster_coco_eval, "pycocotools": _pycocotools}
 
 
 def coco_api(package: str | None = None) -> SimpleNamespace:
-    """``COCO``, ``COCOeval`` and ``mask`` of faster-coco-eval or pycocotools; None: the first there is."""
+    """``COCO``, ``COCOeval`` and ``mask`` of faster-coco-eval or pycocotools.
+
+    If ``package`` is None, the first one installed is used.
+    """
     for name in PACKAGES if package is None else (package,):
         with contextlib.suppress(ImportError):
             return PACKAGES[name]()
@@ -58,30 +61,30 @@ def coco_api(package: str | None = None) -> SimpleNamespace:
 
 
 def read_annotations(path: Path) -> Annotations:
-    """The content of a COCO json file, with ``area`` and ``iscrowd`` filled in where they are missing.
+    """Read a COCO json file; ``area`` and ``iscrowd`` are filled in where they are missing.
 
-    Every image, category and annotation has its fields, of their kinds; what is in an annotation is checked by
-    :func:`check_annotations`.
+    Images, categories and annotations must have all required fields, and images and categories must be valid.
+    The content of annotations is checked later, by :func:`check_annotations`.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
-        raise ValueError(f"{path} is no readable json: it is nested too deeply") from None
+        raise ValueError(f"{path} is not valid json: it is nested too deeply") from None
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path} is no readable json: {error}") from error
+        raise ValueError(f"{path} is not valid json: {error}") from error
     return check_fields(content, str(path))
 
 
 def check_fields(content: Any, source: str) -> Annotations:
-    """What :func:`read_annotations` promises, for content from elsewhere; ``source`` is named in messages."""
+    """Do the checks of :func:`read_annotations` on content from elsewhere; messages mention ``source``."""
     if not isinstance(content, dict):
-        raise ValueError(f"{source} is no COCO file: it must be a mapping, got {content!a:.60}")
+        raise ValueError(f"{source} is not a COCO file: it must be a mapping, got {content!a:.60}")
     lacking = [key for key in FIELDS if key not in content]
     if lacking:
-        raise ValueError(f"{source} is no COCO file: it has no {', '.join(map(repr, lacking))}")
+        raise ValueError(f"{source} is not a COCO file: it has no {', '.join(map(repr, lacking))}")
     for section, fields in FIELDS.items():
         if not isinstance(content[section], list):
-            raise ValueError(f"{source} is no COCO file: {section!r} is no list")
+            raise ValueError(f"{source} is not a COCO file: {section!r} must be a list")
         for number, entry in enumerate(content[section], 1):
             absent = [f for f in fields if not isinstance(entry, dict) or f not in entry]
             if absent:
@@ -94,7 +97,7 @@ def check_fields(content: Any, source: str) -> Annotations:
                 raise ValueError(f"{source}: entry {number} of {section!r} {fault}")
     for annotation in content["annotations"]:
         annotation.setdefault("iscrowd", 0)
-        # Without a usable box the annotation is refused later.
+        # An annotation without a valid box is rejected later.
         if "area" not in annotation and _is_box(annotation.get("bbox")):
             annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
     return content
@@ -110,10 +113,10 @@ def _bad_image(image: dict[str, Any]) -> str | None:
     if width * height > MAX_PIXELS:
         return f"is larger than the limit of {MAX_PIXELS:,} pixels: {width:,} x {height:,}"
     if not isinstance(name, str) or not name or "\0" in name:
-        return f"must have the name of a file, got {name!a:.60}"
-    parts = PureWindowsPath(name).parts  # takes both kinds of slashes
+        return f"must have a file name, got {name!a:.60}"
+    parts = PureWindowsPath(name).parts  # understands both kinds of slashes
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor or ".." in parts:
-        return f"names a file outside of the folder of its pictures, {name!a:.60}"
+        return f"names a file outside of the picture folder, {name!a:.60}"
     return None
 
 
@@ -121,7 +124,7 @@ def _bad_category(category: dict[str, Any]) -> str | None:
     if not _is_id(category["id"]):
         return f"must have a whole number as id, got {category['id']!a:.60}"
     if not isinstance(category["name"], str):
-        return f"must have a text as name, got {category['name']!a:.60}"
+        return f"must have a string as name, got {category['name']!a:.60}"
     return None
 
 
@@ -132,17 +135,17 @@ def _is_id(value: Any) -> bool:
 def check_annotations(
     annotations: Annotations, source: str, *, masks: bool = False, skip_bad: bool = False
 ) -> Annotations:
-    """The annotations, or an error that names the bad ones.
+    """Return the annotations, or raise an error that lists the invalid ones.
 
     Args:
-        source: where they are from, for the message.
-        masks: check masks too.
-        skip_bad: leave out the bad ones and log how many, instead of raising.
+        source: where they come from, for the message.
+        masks: also check masks.
+        skip_bad: skip invalid annotations and log how many, instead of raising.
     """
     for section in ("images", "categories"):
         ids = [entry["id"] for entry in annotations[section]]
         if len(set(ids)) < len(ids):
-            raise ValueError(f"{source} has several {section} of the same id")
+            raise ValueError(f"{source} has several {section} with the same id")
         if not ids:
             raise ValueError(f"{source} has no {section}")
     images = {image["id"]: image for image in annotations["images"]}
@@ -150,8 +153,8 @@ def check_annotations(
     listed = annotations["annotations"]
     if masks and listed and not any(annotation.get("segmentation") for annotation in listed):
         raise ValueError(
-            f"{source} has boxes alone, none of its {len(listed):,} annotations has a mask, which only Mask R-CNN "
-            "needs: train with `detector` retinanet"
+            f"{source} has boxes but no masks in its {len(listed):,} annotations; only Mask R-CNN needs masks: "
+            "train with `detector` retinanet"
         )
     bad, kept = [], []
     for annotation in listed:
@@ -163,18 +166,16 @@ def check_annotations(
         count = len(bad) + len(kept)
         found = f"{source}: {len(bad):,} of {count:,} annotations can't be used ({some(bad)})"
         if not skip_bad:
-            raise ValueError(
-                f"{found}; correct them, or leave them out with `skip_bad_annotations`"
-            )
+            raise ValueError(f"{found}; correct them, or skip them with `skip_bad_annotations`")
         if os.environ.get("RANK", "0") == "0":
-            logger.warning("%s; they are left out", found)
+            logger.warning("%s; they are skipped", found)
     if not kept:
         raise ValueError(f"{source} has no annotations that can be used")
     return {**annotations, "annotations": kept}
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
-    """Polygons or a run-length code, compressed or not, as a mask (height, width) of 0 and 1, uint8."""
+    """Decode polygons or a run-length code, compressed or not, to a mask (height, width) uint8 of 0 and 1."""
     mask = coco_api().mask
     if isinstance(segmentation, list):
         return mask.decode(mask.merge(mask.frPyObjects(segmentation, height, width)))
@@ -184,15 +185,15 @@ def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 
 def encode_mask(mask: np.ndarray) -> dict[str, Any]:
-    """A mask (height, width) as a compressed run-length code that json can hold."""
+    """Encode a mask (height, width) as a compressed run-length code that json can hold."""
     return _plain(coco_api().mask.encode(np.asfortranarray(mask, dtype=np.uint8)))
 
 
 def encode_masks(masks: Tensor) -> list[dict[str, Any]]:
-    """The codes of masks (n, height, width), bool: those of :func:`encode_mask`, in a fraction of the time.
+    """Encode masks (n, height, width) bool as :func:`encode_mask` does, in a fraction of the time.
 
-    Codes hold the lengths of runs down the columns. Where runs end is found where the masks are, on the GPU if
-    that is there: a mask has a few hundred ends, and only those come to the host.
+    Codes hold the lengths of runs down the columns. The ends of the runs are found on the device of the
+    masks, perhaps a GPU. A mask has a few hundred ends, and only those are copied to the host.
 
     Example:
         >>> import torch
@@ -204,7 +205,7 @@ def encode_masks(masks: Tensor) -> list[dict[str, Any]]:
     if count == 0:
         return []
     pixels = masks.mT.flatten(1)
-    # The first run is of zeros, so a mask that begins with a one has an end before its first pixel.
+    # The first run has zeros, so a mask that starts with a one has an end before its first pixel.
     last = torch.ones_like(pixels[:, :1])
     ends = torch.cat([pixels[:, :1], pixels[:, 1:] != pixels[:, :-1], last], dim=1)
     mask, place = ends.nonzero().cpu().numpy().T
@@ -230,7 +231,9 @@ def result_entry(
     score: float,
     segmentation: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A detection as COCO's results have it; ``bbox`` is x, y, width, height, ``segmentation`` a run-length code.
+    """A detection in COCO's results format.
+
+    ``bbox`` is x, y, width, height; ``segmentation`` is a run-length code.
 
     Example:
         >>> result_entry(139, 3, [10.0, 20.0, 5.0, 8.0], 0.75)
@@ -241,7 +244,7 @@ def result_entry(
 
 
 def shape_annotations(count: int, *, split: str, side: int = SIDE) -> Annotations:
-    """The first ``count`` pictures of the embedded shapes; image i has the id i: ``draw_shapes(i)``."""
+    """Annotations of the first ``count`` embedded shapes; the image with the id i is ``draw_shapes(i)``."""
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for index in range(count):
@@ -279,7 +282,10 @@ def _are_numbers(values: list[Any]) -> bool:
 def _fault(
     annotation: dict[str, Any], images: dict[Any, dict[str, Any]], categories: set[Any], masks: bool
 ) -> str | None:
-    """Why an annotation can't be trained on: for its image, its category, its box or its mask."""
+    """The fault of an annotation in its image, category, box or mask that prevents training.
+
+    Returns None if it has none.
+    """
     for name in ("image_id", "category_id"):
         if not _is_id(annotation[name]):
             return f"its {name} must be a whole number, got {annotation[name]!a:.60}"
@@ -321,13 +327,13 @@ def _inside(points: list[float], image: dict[str, Any]) -> bool:
 def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
     size = f"{image['width']} x {image['height']} pixels"
     if not segmentation:
-        return "no mask, which RetinaNet alone does without,"
+        return "no mask (only RetinaNet trains without one)"
     if isinstance(segmentation, list):
         if not all(isinstance(polygon, list) and _are_numbers(polygon) for polygon in segmentation):
             return "a polygon that is not [x, y, x, y, ...] of finite numbers"
         if any(len(polygon) < 6 or len(polygon) % 2 for polygon in segmentation):
             return "a polygon of fewer than 3 points"
-        # Drawn all the same, one that leads far out takes memory without bounds.
+        # Drawing a polygon that reaches far outside would take unbounded memory.
         if not all(_inside(polygon, image) for polygon in segmentation):
             return f"a polygon that lies outside of {size}"
         return None
@@ -337,7 +343,7 @@ def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
         return "a run-length code without 'size' or 'counts'"
     given = segmentation["size"]
     if not (isinstance(given, list) and len(given) == 2 and all(map(_is_id, given))):
-        return f"a run-length code of the size {given!a:.60}"
+        return f"a run-length code with the size {given!a:.60}"
     if given != [image["height"], image["width"]]:
         return f"a mask of {given[1]} x {given[0]} for an image of {size}"
     try:
@@ -346,14 +352,16 @@ def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
         if not isinstance(runs, list) or not all(_is_id(run) and run >= 0 for run in runs):
             raise ValueError("its runs must be whole numbers")
         if sum(runs) != image["height"] * image["width"]:
-            raise ValueError(f"it is of {sum(runs):,} pixels")
+            raise ValueError(f"it has {sum(runs):,} pixels")
     except ValueError as error:
         return f"a run-length code that can't be decoded ({error})"
     return None
 
 
 def _run_lengths(code: str) -> list[int]:
-    """The lengths in a compressed run-length code: 5 bits a letter, the third and later as differences.
+    """Decode the lengths in a compressed run-length code.
+
+    Each letter has 5 bits. The third and later lengths are stored as differences.
 
     Example:
         >>> _run_lengths("05X1")
@@ -364,7 +372,7 @@ def _run_lengths(code: str) -> list[int]:
     for letter in code:
         bits = ord(letter) - 48
         if not 0 <= bits < 64 or shift > 60:
-            raise ValueError(f"{letter!a} is no part of it")
+            raise ValueError(f"{letter!a} is not a valid character")
         value |= (bits & 31) << shift
         shift += 5
         if bits & 32:
@@ -374,5 +382,5 @@ def _run_lengths(code: str) -> list[int]:
         runs.append(value + runs[-2] if len(runs) > 2 else value)
         value = shift = 0
     if shift:
-        raise ValueError("it is cut off")
+        raise ValueError("it is truncated")
     return runs

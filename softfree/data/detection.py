@@ -1,4 +1,4 @@
-"""Pictures with boxes, labels and masks: COCO json files, other layouts read as such, or the embedded shapes."""
+"""Pictures with boxes, labels and masks: COCO json files, other layouts, or the embedded shapes."""
 
 import collections
 import functools
@@ -37,21 +37,21 @@ from softfree.data.images import (
 from softfree.data.layouts import LAYOUTS, announce, read_layout
 from softfree.data.shapes import SHAPES, SIDE, SPLITS, draw_shapes
 
-# ImageNet's: what a detector makes 0, as the padding of its batches.
+# ImageNet's mean, which a detector normalizes to 0, like the padding of its batches.
 MEAN_COLOUR = [round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN]
 Target = dict[str, Any]
 Sample = tuple[Tensor, Target] | Unreadable
 
 
 class UnknownLayoutError(FileNotFoundError):
-    """A folder in none of the layouts that are known."""
+    """A folder in an unknown layout."""
 
 
 class Packed(NamedTuple):
-    """Tensors of any shapes, one after another in one.
+    """Tensors of any shapes, concatenated into one.
 
-    A tensor is handed over between processes, pinned and copied to the GPU for itself: dozens of small ones
-    keep the host busy for longer than their content does.
+    Each tensor is passed between processes, pinned and copied to the GPU separately. For dozens of small ones
+    this overhead takes longer than copying their content.
 
     Example:
         >>> import torch
@@ -83,17 +83,17 @@ class DetectionBatch(NamedTuple):
 
     @property
     def images(self) -> list[Tensor]:
-        """uint8, (3, H, W) each."""
+        """The pictures, (3, H, W) uint8 each."""
         return self.packed_images.unpack()
 
     @property
     def unit_images(self) -> list[Tensor]:
-        """As torchvision's detectors want them: floats from 0 to 1."""
+        """The pictures as torchvision's detectors expect them: floats from 0 to 1."""
         return self.packed_images._replace(values=self.packed_images.values / 255).unpack()
 
     @property
     def targets(self) -> list[Target]:
-        """Of each picture its boxes, labels, masks, ... as far as they were read, and its image_id."""
+        """The targets of the pictures: boxes, labels, masks, ... as far as they were read, and image_id."""
         fields = {name: packed.unpack() for name, packed in self.packed_targets.items()}
         return [
             {**{name: tensors[number] for name, tensors in fields.items()}, "image_id": image_id}
@@ -102,16 +102,16 @@ class DetectionBatch(NamedTuple):
 
 
 class CocoDetection(ImageDataset):
-    """Images of a COCO file. An item is (image, target), see :func:`prepare`.
+    """Images of a COCO file. An item is (image, target), see :meth:`prepare`.
 
     Categories are labelled 1, 2, ... in the order of their ids, which may have gaps; 0 is the background.
 
     Args:
         annotations: content of the file.
-        read: gives the picture of an entry in ``annotations["images"]``.
-        masks: decode masks, too.
-        transform: applied to (image, target), with torchvision's tv_tensors in them.
-        layout: of the folder that they were found in, for messages.
+        read: returns the picture of an entry in ``annotations["images"]``.
+        masks: also decode masks.
+        transform: applied to (image, target), which contain torchvision's tv_tensors.
+        layout: the layout of the folder they come from, for messages.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class CocoDetection(ImageDataset):
         self._label = {number: label for label, number in enumerate(self.category_ids, start=1)}
         self._objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.images}
         for annotation in annotations["annotations"]:
-            # A crowd's box covers many objects: nothing to learn from. The metric knows of crowds itself.
+            # The box of a crowd covers many objects and is useless for training. The metric handles crowds
+            # itself.
             if not annotation["iscrowd"]:
                 self._objects[annotation["image_id"]].append(annotation)
 
@@ -144,7 +145,7 @@ class CocoDetection(ImageDataset):
         return len(self.images)
 
     def aspect_ratio(self, index: int) -> float:
-        """Width by height of a picture, from the annotations."""
+        """Width divided by height of a picture, from the annotations."""
         return self.images[index]["width"] / self.images[index]["height"]
 
     def labels(self, index: int) -> list[int]:
@@ -166,7 +167,10 @@ class CocoDetection(ImageDataset):
         return picture, entry
 
     def prepare(self, picture: Image.Image, entry: dict[str, Any]) -> tuple[Tensor, Target]:
-        """(image (3, H, W) uint8, dict): boxes (n, 4) as x1, y1, x2, y2; labels (n,); masks (n, H, W); image_id."""
+        """Return the image (3, H, W) uint8 and its target.
+
+        The target has boxes (n, 4) as x1, y1, x2, y2; labels (n,); masks (n, H, W); image_id.
+        """
         width, height = picture.size
         objects = self._objects[entry["id"]]
         boxes = torch.tensor([a["bbox"] for a in objects], dtype=torch.float32).reshape(-1, 4)
@@ -188,7 +192,7 @@ class CocoDetection(ImageDataset):
 
 @dataclass(frozen=True)
 class DetectionData:
-    """What a detection run reads."""
+    """The data of a detection run."""
 
     train: CocoDetection
     val: CocoDetection
@@ -200,7 +204,7 @@ class DetectionData:
 
 
 def load_detection(data_dir: str | None, **options: Any) -> DetectionData:
-    """Training and validation pictures, checked; ``options`` are keywords of :func:`load_split`."""
+    """Load and check training and validation pictures; ``options`` are keywords of :func:`load_split`."""
     train, val = both_splits(lambda split: load_split(data_dir, split, **options))
     check_same_categories(data_dir, train, val)
     announce(train.layout, (len(train), len(val)), len(train.class_names))
@@ -208,7 +212,7 @@ def load_detection(data_dir: str | None, **options: Any) -> DetectionData:
 
 
 def check_same_categories(data_dir: str | None, train: CocoDetection, val: CocoDetection) -> None:
-    """Refuse splits of different categories, naming those that differ."""
+    """Raise if the splits have different categories; the message names those that differ."""
     in_train, in_val = (
         [f"{number} {name!r}" for number, name in zip(x.category_ids, x.class_names, strict=True)]
         for x in (train, val)
@@ -231,13 +235,13 @@ def load_split(
     shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> CocoDetection:
-    """The pictures of a split, "train", "val" or "test", checked: annotations, and that every file is there.
+    """Load a split, "train", "val" or "test"; check its annotations and that every file exists.
 
     Args:
         data_dir: a folder in one of the layouts of :mod:`softfree.data.layouts`; None: the embedded shapes.
-        masks: read masks, too; None: where objects have any.
-        skip_bad: leave out annotations that can't be used, instead of an error.
-        shapes, side: how many embedded pictures for training and validation, and their size.
+        masks: also read masks; None: if any object has one.
+        skip_bad: skip annotations that can't be used, instead of raising an error.
+        shapes, side: the number of embedded pictures for training and validation, and their size.
     """
     if data_dir is None:
         check_embedded(split, "shapes")
@@ -246,12 +250,10 @@ def load_split(
         return CocoDetection(annotations, read, masks=masks is not False)
     root = Path(data_dir)
     if not root.is_dir():
-        raise FileNotFoundError(f"`data_dir` {root} is no folder")
+        raise FileNotFoundError(f"`data_dir` {root} is not a folder")
     found = read_layout(root, split)
     if found is None:
-        raise UnknownLayoutError(
-            f"`data_dir` {root} has none of the layouts that are known:\n{LAYOUTS}"
-        )
+        raise UnknownLayoutError(f"`data_dir` {root} has none of the supported layouts:\n{LAYOUTS}")
     layout, source, annotations, folder = found
     if masks is None:
         masks = any(annotation.get("segmentation") for annotation in annotations["annotations"])
@@ -277,13 +279,14 @@ def train_transform(
     crop: int = 0,
     color_jitter: float = 0.0,
 ) -> Callable[..., tuple[Tensor, Target]]:
-    """Flip, resize and crop at random, and vary the colours; objects of which nothing is left are dropped.
+    """Random flip, resize, colour changes and crop; objects that are cropped away completely are dropped.
 
     Args:
-        short_sides, max_size: the picture is resized to one of the short sides, its long side within ``max_size``.
-        scales: both are multiplied by a random number from here to here.
-        crop: side of the square that is cut out then, with the middle of an object in it where there are any; outside of
-            the picture it has the mean colour. 0: all of it.
+        short_sides, max_size: the picture is resized to one of the short sides, its long side within
+            ``max_size``.
+        scales: range of a random factor for both.
+        crop: side of the square that is then cropped, with the centre of an object in it if there are any.
+            Parts outside of the picture have the mean colour. 0: no crop.
         color_jitter: see :func:`softfree.data.images.photometric`.
     """
     sides, longest = list(short_sides), max_size
@@ -300,7 +303,7 @@ def train_transform(
 
 
 class ObjectCrop(v2.RandomCrop):
-    """A random crop that has the middle of one of the objects in it, if there are any: of ground alone little is learned."""
+    """A random crop with the centre of an object in it, if there are any: background alone teaches little."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         params = super().make_params(flat_inputs)
@@ -320,7 +323,10 @@ class ObjectCrop(v2.RandomCrop):
 
 
 class VisibleBoxes(torch.nn.Module):
-    """After a crop, boxes of the parts that are left of the masks, where there are masks; of nothing, without area."""
+    """After a crop, shrink boxes to what is left of the masks, if there are masks.
+
+    Where nothing is left, boxes have no area.
+    """
 
     def forward(self, image: Tensor, target: Target) -> tuple[Tensor, Target]:
         if "masks" not in target:
@@ -335,10 +341,10 @@ class VisibleBoxes(torch.nn.Module):
 
 
 def repeat_factors(labels: Sequence[Collection[int]], share: float) -> list[float]:
-    """How often each picture is shown, given the labels in it: once, or more often for the sake of a rare class.
+    """How often each picture is shown, given the labels in it: once, or more often if it has a rare class.
 
-    As for LVIS (Gupta et al. 2019): of a class in a part f of the pictures sqrt(share / f) times, at least once; a picture as often
-    as its rarest class.
+    As for LVIS (Gupta et al. 2019), a class that is in a fraction f of the pictures has the factor
+    max(1, sqrt(share / f)), and a picture has the factor of its rarest class.
 
     Example:
         >>> repeat_factors([{1}, {1}, {1, 2}, {1}], share=1.0)
@@ -352,9 +358,10 @@ def repeat_factors(labels: Sequence[Collection[int]], share: float) -> list[floa
 
 
 def repeat_indices(factors: Sequence[float], generator: torch.Generator) -> list[int]:
-    """An epoch of as many pictures as there are, in random order, in which each is as frequent as its factor says.
+    """An epoch of n indices in random order for n pictures.
 
-    With n pictures, the k-th showing of picture i is i + k n: the loop varies them apart.
+    A picture's frequency is proportional to its factor. The k-th repetition of picture i has the index
+    i + k n, so that each repetition is augmented differently.
     """
     count = len(factors)
     exact = torch.tensor(factors, dtype=torch.float64)
@@ -366,9 +373,9 @@ def repeat_indices(factors: Sequence[float], generator: torch.Generator) -> list
 def aspect_ratio_order(
     ratios: Sequence[float], batch_size: int, generator: torch.Generator
 ) -> list[int]:
-    """A random order in which stretches of ``batch_size`` are all wide pictures or all tall ones.
+    """A random order in which each batch of ``batch_size`` has only wide pictures or only tall ones.
 
-    Pictures of a batch are padded to the largest, so mixed batches waste half their work on padding.
+    The pictures of a batch are padded to the largest, so mixed batches waste half their work on padding.
 
     Example:
         >>> import torch
@@ -388,7 +395,7 @@ def aspect_ratio_order(
 
 
 def collate_detection(samples: Iterable[Sample], *, refill: bool = False) -> DetectionBatch:
-    """Items of a :class:`CocoDetection` as a batch; give it to DataLoader as ``collate_fn``.
+    """Turn items of a :class:`CocoDetection` into a batch; a ``collate_fn`` for DataLoader.
 
     Args:
         refill: repeat readable items in place of unreadable ones.

@@ -13,9 +13,9 @@ CLASS_NAMES = tuple(str(digit) for digit in range(10))
 
 
 class Digits(ImageDataset):
-    """Handwritten digits as RGB pictures of 32 x 32 pixels: 1,437 to train, 360 to validate.
+    """Handwritten digits as RGB pictures of 32 x 32 pixels: 1,437 for training, 360 for validation.
 
-    The split is fixed and has every digit in both parts in equal shares.
+    The split is fixed, and every digit has the same share in both parts.
 
     Example:
         >>> from softfree.data.digits import Digits

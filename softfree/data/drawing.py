@@ -1,4 +1,4 @@
-"""Pictures with what is or was seen in them: boxes, masks, class maps, a legend, a colour for each class; sheets of them."""
+"""Drawing boxes, masks, class maps and legends on pictures, each class in its colour; sheets of pictures."""
 
 import colorsys
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ LETTERS = 14  # height in pixels
 TILE, TILE_LETTERS, COLUMNS = 320, 12, 4  # of a sheet
 Colour = tuple[int, int, int]
 RIGHT, WRONG = (20, 110, 40), (190, 20, 30)  # captions
-# Of the classes from 1 on: none like another.
+# Colours of the classes from 1 on, all clearly different.
 COLOURS = (
     "e6194b", "3cb44b", "ffe119", "4363d8", "f58231", "911eb4", "46f0f0", "f032e6", "bcf60c", "fabebe",
     "008080", "e6beff", "9a6324", "fffac8", "800000", "aaffc3", "808000", "ffd8b1", "000075", "ff7f9f",
@@ -29,13 +29,13 @@ COLOURS = (
 
 
 def enlarged(picture: Image.Image) -> Image.Image:
-    """A small picture at a size at which labels can be read."""
+    """Enlarge a small picture so that labels can be read."""
     factor = max(1, LEAST_SIDE // min(picture.size))
     return picture.resize((picture.width * factor, picture.height * factor))
 
 
 def masks_at(codes: Sequence[dict[str, Any]], image: Tensor) -> Tensor:
-    """Run-length codes as masks (n, H, W) bool at the size of ``image``."""
+    """Decode run-length codes to masks (n, H, W) bool at the size of ``image``."""
     masks = np.stack([decode_mask(code, *code["size"]) for code in codes])
     return resize(torch.from_numpy(masks), list(image.shape[1:]), InterpolationMode.NEAREST).bool()
 
@@ -46,7 +46,7 @@ def with_legend(
     colours: Sequence[Colour],
     others: Sequence[str] = (),
 ) -> Image.Image:
-    """The picture with a list of colours to its right, wide enough for the labels of ``others`` of its kind, too."""
+    """Add a legend of colours to the right of a picture, also wide enough for the labels ``others``."""
     font = ImageFont.load_default(LETTERS)
     width = max(int(font.getlength(label)) for label in (*labels, *others)) + 3 * LETTERS
     rows = max(1, picture.height // (2 * LETTERS))
@@ -61,7 +61,7 @@ def with_legend(
 
 
 def colour(index: int) -> Colour:
-    """A colour for each class, told apart from those of the others; beyond so many, only from its neighbours'.
+    """The colour of a class, different from all others; beyond a certain number, only from its neighbours.
 
     Class 0 is grey.
     """
@@ -76,7 +76,7 @@ def colour(index: int) -> Colour:
 
 
 def ink_on(fill: Colour) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Black or white, whichever is readable on a colour."""
     red, green, blue = fill
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 150 else "white"
 
@@ -89,19 +89,19 @@ def draw_objects(
     masks: Tensor | None = None,
     letters: int = LETTERS,
 ) -> Image.Image:
-    """The picture with boxes (x1, y1, x2, y2) in its pixels, their labels, and masks (n, H, W) bool.
+    """Draw boxes (x1, y1, x2, y2) in pixels, their labels, and masks (n, H, W) bool on a picture.
 
-    What comes first lies on top.
+    Earlier objects are drawn on top of later ones.
     """
     if masks is not None and len(masks):
-        # torchvision blackens what several masks claim: leave it to the first.
+        # torchvision blackens pixels that are in several masks, so each is left only to the first.
         masks = masks & (masks.int().cumsum(0) == 1)
         drawn = draw_segmentation_masks(pil_to_tensor(picture), masks, OPACITY, [*colours])
         page = to_pil_image(drawn)
     else:
         page = picture.copy()
     pen, font = ImageDraw.Draw(page), ImageFont.load_default(letters)
-    # Labels over all boxes.
+    # Labels are drawn on top of all boxes.
     for box, fill in reversed(list(zip(boxes, colours, strict=True))):
         pen.rectangle([*box], outline=fill, width=3 if letters >= LETTERS else 2)
     widths = [font.getlength(label) + 6 for label in labels]
@@ -118,10 +118,10 @@ def place_labels(
     size: tuple[int, int],
     letters: int = LETTERS,
 ) -> list[tuple[float, float]]:
-    """Left and top of a label for each box (x1, y1, x2, y2), so that none hides another.
+    """Left and top of a label for each box (x1, y1, x2, y2), so that labels don't hide each other.
 
-    Above its box, inside it at the top or the bottom, or below it: the first place within the picture that is
-    free. Where all are taken, further down. Boxes that come first are served first.
+    A label is placed above its box, inside it at the top or the bottom, or below it: at the first free place
+    inside the picture. If none is free, it moves further down. Earlier boxes are placed first.
     """
     height = letters + 4
     taken: list[tuple[float, float, float]] = []
@@ -146,7 +146,7 @@ def place_labels(
 
 
 def rows_of_pictures(rows: Mapping[str, Sequence[Image.Image]], height: int = 320) -> Image.Image:
-    """Rows of pictures of one height, each with its name on its left."""
+    """Rows of pictures of equal height, with the name of each row on its left."""
     font, gap = ImageFont.load_default(2 * LETTERS), LETTERS // 2
     scaled = {
         name: [p.resize((max(1, round(p.width * height / p.height)), height)) for p in pictures]
@@ -166,7 +166,7 @@ def rows_of_pictures(rows: Mapping[str, Sequence[Image.Image]], height: int = 32
 
 
 class Tile(NamedTuple):
-    """A picture of a sheet, what is said below it, and the colours it uses, by name."""
+    """A picture on a sheet, its caption, and the colours it uses, by name."""
 
     picture: Image.Image
     caption: str = ""
@@ -175,16 +175,16 @@ class Tile(NamedTuple):
 
 
 def to_tile(image: Tensor, caption: str = "", ink: Colour = (0, 0, 0)) -> Tile:
-    """A picture (3, H, W) uint8 at the size of a tile."""
+    """Make a tile of a picture (3, H, W) uint8."""
     return Tile(_at_tile_size(image), caption, ink)
 
 
 def objects_tile(
     image: Tensor, target: Mapping[str, Any], class_names: Sequence[str], caption: str = ""
 ) -> Tile:
-    """A picture (3, H, W) uint8 with the objects of a target, or of what a detector found, whose scores are shown.
+    """Make a tile of a picture (3, H, W) uint8 with the objects of a target, or detections with their scores.
 
-    ``class_names`` are those of the labels from 1 on.
+    ``class_names`` are the names of the labels from 1 on.
     """
     picture = _at_tile_size(image)
     scale = picture.width / image.shape[2]
@@ -208,7 +208,7 @@ def objects_tile(
 def class_map_tile(
     image: Tensor, class_map: Tensor, class_names: Sequence[str], caption: str = ""
 ) -> Tile:
-    """A picture (3, H, W) uint8 with the colour of each pixel's class; what has none is dark.
+    """Make a tile of a picture (3, H, W) uint8 with pixels in the colour of their class, or dark without one.
 
     ``class_map`` (H', W') may have another size.
     """
@@ -227,7 +227,7 @@ def class_map_tile(
 
 
 def in_turn(truths: Sequence[Tile], guesses: Sequence[Tile]) -> list[Tile]:
-    """Tiles for a sheet in which below each row of truths lies the row of guesses."""
+    """Arrange tiles for a sheet in which each row of truths is followed by its row of guesses."""
     rows: list[Tile] = []
     for first in range(0, len(truths), COLUMNS):
         part = slice(first, first + COLUMNS)
@@ -237,7 +237,7 @@ def in_turn(truths: Sequence[Tile], guesses: Sequence[Tile]) -> list[Tile]:
 
 
 def sheet(tiles: Sequence[Tile], title: str) -> Image.Image:
-    """A page of tiles in rows of COLUMNS, each with its caption, under a title and over a legend."""
+    """A page of tiles in rows of COLUMNS, each with its caption, with a title above and a legend below."""
     font, gap = ImageFont.load_default(LETTERS), LETTERS // 2
     line = LETTERS + gap
     captioned = line if any(tile.caption for tile in tiles) else 0
@@ -265,7 +265,7 @@ def sheet(tiles: Sequence[Tile], title: str) -> Image.Image:
 
 
 def _at_tile_size(image: Tensor) -> Image.Image:
-    """A picture (3, H, W) uint8, its longer side that of a tile; pixels of small ones stay squares."""
+    """Resize a picture (3, H, W) uint8 so that its longer side fits a tile; small ones show square pixels."""
     picture = to_pil_image(image.cpu())
     scale = TILE / max(picture.size)
     size = max(1, round(scale * picture.width)), max(1, round(scale * picture.height))
@@ -274,7 +274,7 @@ def _at_tile_size(image: Tensor) -> Image.Image:
 
 
 def _flow(names: Iterable[str], font: Any, width: int) -> tuple[list[tuple[int, int]], int]:
-    """Places of a legend's entries one after another in lines, and the height of all."""
+    """Positions of a legend's entries, wrapped into lines, and the total height."""
     gap, line, places = LETTERS // 2, 3 * LETTERS // 2, []
     left = top = 0
     for name in names:
@@ -287,7 +287,7 @@ def _flow(names: Iterable[str], font: Any, width: int) -> tuple[list[tuple[int, 
 
 
 def _shortened(text: str, font: Any) -> str:
-    """A caption that fits below its tile."""
+    """Shorten a caption so that it fits below its tile."""
     if font.getlength(text) <= TILE:
         return text
     return next(
@@ -296,6 +296,6 @@ def _shortened(text: str, font: Any) -> str:
 
 
 def save(path: Path, picture: Image.Image) -> None:
-    """Write a picture; its folder is made."""
+    """Write a picture; create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path)

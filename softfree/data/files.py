@@ -1,11 +1,11 @@
-"""Files that are there as a whole or not at all."""
+"""Writing files completely or not at all."""
 
 import os
 from pathlib import Path
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and force it to the disk."""
+    """Write a file and flush it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -13,7 +13,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Write a file in place of the one at ``path``, which stays if that fails: beside it first, then renamed."""
+    """Replace the file at ``path``, which is kept if that fails, by renaming a new file next to it."""
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         write_durably(beside, content)

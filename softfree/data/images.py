@@ -1,8 +1,8 @@
-"""Pictures for training and inference: data sets of them, and decoding that survives bad files.
+"""Pictures for training and inference: data sets, and decoding that survives bad files.
 
     loader = DataLoader(data.train, collate_fn=collate_images, ...)
 
-A data set here is map-style. Its item is (picture, label), or :class:`Unreadable` for a file that can't be
+Data sets here are map-style. An item is (picture, label), or :class:`Unreadable` for a file that can't be
 decoded, so that one bad file in a million does not end a run.
 """
 
@@ -26,14 +26,15 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-# Pillow knows more, told by a file's content and not by its name; for some it starts other programs.
+# Pillow supports more formats, which it detects by content, not by name. For some it starts other programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 TRAIN_NAMES = ("train", "training")
 VAL_NAMES = ("val", "validation", "valid", "test")
 TEST_NAMES = ("test", "testing")
-# A header may promise a picture that does not fit into memory. The largest in ImageNet has 61 million.
+# A header may announce a picture that does not fit into memory. The largest in ImageNet has 61 million
+# pixels.
 MAX_PIXELS = 100_000_000
-# Resized to a short side, a picture of one row of pixels would get this many times larger, squared.
+# Limits the aspect ratio: resizing a single row of pixels to a short side would make a huge picture.
 MAX_RATIO = 100
 MAX_NAMED = 5
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class MapData(Protocol):
 
 
 class UnreadableImageError(ValueError):
-    """A picture that can't be decoded; its text is the reason, without the path."""
+    """A picture can't be decoded; the text is the reason, without the path."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class Batch(NamedTuple):
 
 
 class ImageDataset(Dataset):
-    """Labelled pictures. A subclass has ``__len__``, ``read`` and ``name``.
+    """Labelled pictures. A subclass defines ``__len__``, ``read`` and ``name``.
 
     Attributes:
-        transform: from a PIL picture to what an item holds; None: the picture itself.
-        strict: raise for a picture that can't be decoded, instead of an :class:`Unreadable` item.
+        transform: applied to the PIL picture of an item; None: the picture stays as it is.
+        strict: raise for a picture that can't be decoded, instead of returning an :class:`Unreadable` item.
     """
 
     def __init__(self, strict: bool = False):
@@ -85,14 +86,14 @@ class ImageDataset(Dataset):
 
     @abstractmethod
     def read(self, index: int) -> tuple[Image.Image, Any]:
-        """The RGB picture and its label; raises :class:`UnreadableImageError`."""
+        """Read the RGB picture and its label; raises :class:`UnreadableImageError`."""
 
     @abstractmethod
     def name(self, index: int) -> str:
         """The file behind an item, for messages."""
 
     def prepare(self, picture: Image.Image, label: Any) -> tuple[Any, Any]:
-        """An item of what was read."""
+        """Turn what was read into an item."""
         return (picture if self.transform is None else self.transform(picture)), label
 
     def __getitem__(self, index: int) -> Any:
@@ -106,7 +107,7 @@ class ImageDataset(Dataset):
 
 
 class ImageFiles(ImageDataset):
-    """Files of pictures and their labels."""
+    """Picture files and their labels."""
 
     def __init__(self, paths: Sequence[str], labels: Sequence[int], strict: bool = False):
         super().__init__(strict)
@@ -125,9 +126,10 @@ class ImageFiles(ImageDataset):
 
 @dataclass(frozen=True)
 class ImageData:
-    """What a classification run reads.
+    """The data of a classification run.
 
-    ``mirrors`` says whether a mirrored picture keeps its class (not so for digits): training may flip it.
+    ``mirrors`` says whether a mirrored picture keeps its class, so that training may flip it (not so for
+    digits).
     """
 
     train: ImageDataset
@@ -137,7 +139,7 @@ class ImageData:
 
 
 def both_splits(load: Callable[[str], T]) -> tuple[T, T]:
-    """``load("train")`` and ``load("val")``; the faults of both in one error."""
+    """Return ``load("train")`` and ``load("val")``; if both raise, combine their errors."""
     found, faults = [], []
     for split in ("train", "val"):
         try:
@@ -146,7 +148,7 @@ def both_splits(load: Callable[[str], T]) -> tuple[T, T]:
             faults.append(error)
     if faults:
         kind = FileNotFoundError if isinstance(faults[0], FileNotFoundError) else ValueError
-        # What is no matter of one split, such as a missing folder, is said once.
+        # A fault of both splits, such as a missing folder, is reported only once.
         raise kind("\n".join(dict.fromkeys(map(str, faults)))) from faults[0]
     return found[0], found[1]
 
@@ -159,7 +161,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def find_split(root: Path, names: Sequence[str], what: str = "") -> Path:
-    """The folder of ``root`` with the first of ``names``, or an error that says what is there instead."""
+    """Find the first of ``names`` in ``root``, or raise an error that says what is there instead."""
     for name in names:
         if (root / name).is_dir():
             return root / name
@@ -168,25 +170,28 @@ def find_split(root: Path, names: Sequence[str], what: str = "") -> Path:
 
 
 def check_embedded(split: str, data: str) -> None:
-    """Refuse a split that the embedded ``data`` do not have."""
+    """Raise if the embedded ``data`` does not have a split."""
     if split not in ("train", "val"):
         raise ValueError(
-            f"`split` {split}: the embedded {data} have train and val alone; `data_dir` names other data"
+            f"`split` {split}: the embedded {data} have only train and val; use `data_dir` for other data"
         )
 
 
 def listing(folder: Path) -> str:
-    """What a folder holds."""
+    """List what a folder contains, for messages."""
     return some(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())) or "nothing"
 
 
 def image_files(folder: Path) -> list[str]:
-    """Paths of the pictures in a folder and its subfolders, by their extension, sorted."""
+    """Sorted paths of the pictures in a folder and its subfolders, recognized by their extensions."""
     return sorted(walk_images(folder))
 
 
 def walk_images(folder: str | Path, seen: set[tuple[int, int]] | None = None) -> Iterator[str]:
-    """The same one by one: files alone, what else has such a name is logged; links are followed, no folder twice."""
+    """Yield the same paths one by one. Links are followed, but no folder is visited twice.
+
+    Anything else with the name of a picture that is not a file is skipped and logged.
+    """
     seen = set() if seen is None else seen
     try:
         status = os.stat(folder)
@@ -199,17 +204,17 @@ def walk_images(folder: str | Path, seen: set[tuple[int, int]] | None = None) ->
         return
     for entry in entries:
         is_picture = entry.name.lower().endswith(EXTENSIONS) and not entry.name.startswith(".")
-        # Of an entry alone these raise for links that lead to themselves.
+        # The methods of an entry raise for links that lead to themselves.
         if os.path.isdir(entry) if entry.is_symlink() else entry.is_dir():
             yield from walk_images(entry.path, seen)
         elif is_picture and (os.path.isfile(entry) if entry.is_symlink() else entry.is_file()):
             yield entry.path
         elif is_picture:
-            logger.warning("skipped %s: it is no file", printable(entry.path))
+            logger.warning("skipped %s: it is not a file", printable(entry.path))
 
 
 def printable(text: str) -> str:
-    """A text for a terminal: bytes of a file's name that are no UTF-8, and control characters, are escaped.
+    """Make a text safe for a terminal: escape control characters and bytes of file names that are not UTF-8.
 
     Example:
         >>> print(printable("caf\\udce9\\x1b.png"))
@@ -219,26 +224,29 @@ def printable(text: str) -> str:
 
 
 def as_utf8(text: str) -> str:
-    """A file's name that a UTF-8 file can hold: bytes of it that are none are escaped."""
+    """Escape the bytes of a file name that are not UTF-8, so that a UTF-8 file can hold it."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def open_image(source: str | Path | IO[bytes], max_ratio: float = MAX_RATIO) -> Image.Image:
-    """The picture in a file as RGB, turned upright, its first frame if it moves.
+    """Open a picture as RGB, turned upright; the first frame of an animation.
 
-    Transparent parts become white. 16-bit grey is scaled to 8 bits. Raises :class:`UnreadableImageError`
-    with the reason: no picture, damaged, more than MAX_PIXELS pixels, or one side more than ``max_ratio`` times the
-    other; the sizes are told from the header before any pixels are decoded.
+    Transparent parts become white. 16-bit grey is scaled to 8 bits. Raises :class:`UnreadableImageError` with
+    the reason if the file is not a picture, is damaged, has more than MAX_PIXELS pixels, or if one side is
+    more than ``max_ratio`` times the other. Sizes are read from the header before any pixels are decoded.
     """
     with opened(source, FORMATS, max_ratio) as picture:
         return to_rgb(picture)
 
 
 def upright_size(source: str | Path) -> tuple[int, int]:
-    """Width and height that :func:`open_image` would give, from the header alone; raises as it does."""
+    """Width and height as :func:`open_image` returns them, but only from the header.
+
+    Raises the same errors.
+    """
     with opened(source, FORMATS) as picture:
         width, height = picture.size
-        # Quarter turns are told by the EXIF orientation, which may be anything.
+        # The EXIF orientation, which may have any value, tells about quarter turns.
         return (height, width) if picture.getexif().get(0x0112) in range(5, 9) else (width, height)
 
 
@@ -246,10 +254,11 @@ def upright_size(source: str | Path) -> tuple[int, int]:
 def opened(
     source: str | Path | IO[bytes], formats: Sequence[str], max_ratio: float = MAX_RATIO
 ) -> Iterator[Image.Image]:
-    """A picture that Pillow has opened, and may be decoded inside; whatever it raises there has one class."""
+    """Context with a picture opened by Pillow; errors inside become :class:`UnreadableImageError`."""
     try:
         with warnings.catch_warnings():
-            # Pillow warns of odd metadata and of sizes below our own limit: nothing a user could act on.
+            # Pillow warns about odd metadata and sizes below our own limit, which a user can't do anything
+            # about.
             warnings.simplefilter("ignore")
             with Image.open(source, formats=tuple(formats)) as picture:
                 width, height = picture.size
@@ -264,7 +273,7 @@ def opened(
                 yield picture
     except UnreadableImageError:
         raise
-    except Exception as error:  # a damaged file makes decoders raise errors of nearly any type
+    except Exception as error:  # decoders raise errors of nearly any type for damaged files
         raise UnreadableImageError(_reason(source, formats, error)) from error
 
 
@@ -275,7 +284,9 @@ def _reason(source: object, formats: Sequence[str], error: Exception) -> str:
         return f"more than the limit of {MAX_PIXELS:,} pixels"
     if isinstance(error, Image.UnidentifiedImageError):
         one = (
-            f"none of the formats {', '.join(formats)}" if len(formats) > 1 else f"no {formats[0]}"
+            f"in none of the formats {', '.join(formats)}"
+            if len(formats) > 1
+            else f"not in the format {formats[0]}"
         )
         return f"not a picture, or {one}"
     if isinstance(error, OSError) and error.strerror:
@@ -284,9 +295,9 @@ def _reason(source: object, formats: Sequence[str], error: Exception) -> str:
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
-    """An opened picture of any mode as RGB, upright; see :func:`open_image`."""
+    """Convert an opened picture of any mode to RGB, upright; see :func:`open_image`."""
     picture.load()
-    # In place where it can be: each copy of a large picture takes hundreds of megabytes.
+    # In place where possible: each copy of a large picture takes hundreds of megabytes.
     ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode == "F":
         raise UnreadableImageError("floating-point pixels have no fixed range; save 8 or 16 bits")
@@ -301,9 +312,9 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def photometric(color_jitter: float) -> list[torch.nn.Module]:
-    """The step of a transform that changes brightness, contrast and saturation at random; none for 0.
+    """Transforms that randomly change brightness, contrast and saturation; an empty list for 0.
 
-    Each is multiplied by a number from 1 - ``color_jitter`` to 1 + ``color_jitter``.
+    Each is multiplied by a factor from 1 - ``color_jitter`` to 1 + ``color_jitter``.
     """
     return [v2.ColorJitter(color_jitter, color_jitter, color_jitter)] if color_jitter else []
 
@@ -311,7 +322,7 @@ def photometric(color_jitter: float) -> list[torch.nn.Module]:
 def part_readable(
     samples: Iterable[Any], refill: bool = False
 ) -> tuple[list[Any], list[Unreadable]]:
-    """Items that could be read and those that could not; ``refill`` repeats some in place of the latter."""
+    """Separate readable and unreadable items; ``refill`` repeats readable ones in place of the others."""
     samples = list(samples)
     unreadable = [item for item in samples if isinstance(item, Unreadable)]
     readable = [item for item in samples if not isinstance(item, Unreadable)]
@@ -323,7 +334,7 @@ def part_readable(
 def collate_images(
     samples: Iterable[tuple[Tensor, int] | Unreadable], *, refill: bool = False
 ) -> Batch:
-    """Items of an :class:`ImageDataset` as a batch; give it to DataLoader as ``collate_fn``.
+    """Turn items of an :class:`ImageDataset` into a batch; a ``collate_fn`` for DataLoader.
 
     Args:
         refill: repeat readable items in place of unreadable ones, so that every training batch has the
@@ -337,10 +348,10 @@ def collate_images(
 
 
 def collate_training(collate: Callable[..., Any], samples: Sequence[Any], dataset: Any) -> Any:
-    """A training batch of full size, by a ``collate`` that has ``refill``.
+    """Make a training batch of full size with a ``collate`` that has ``refill``.
 
-    A batch may have unreadable items alone: the first picture of ``dataset`` that can be read steps in.
-    So every process has a batch for every step.
+    If all items of a batch are unreadable, the first readable picture of ``dataset`` takes their place. So
+    every process has a batch for every step.
     """
     batch = collate(samples, refill=True)
     if len(batch.unreadable) < len(samples):
@@ -356,25 +367,25 @@ def collate_training(collate: Callable[..., Any], samples: Sequence[Any], datase
 
 
 def seed_generators(*key: int) -> int:
-    """Seed Python's, numpy's and torch's CPU generators from the numbers of ``key``; return the seed.
+    """Seed the CPU generators of Python, NumPy and torch from the numbers ``key``; return the seed.
 
-    Cheap enough to be done for every picture.
+    This is cheap enough to be done for every picture.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # Not torch.manual_seed, which sees to the GPUs, too: where there is none, that takes a millisecond.
+    # Not torch.manual_seed, which also handles GPUs: without any, that takes a millisecond.
     torch.default_generator.manual_seed(seed)
     return seed
 
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """:func:`seed_generators` for a while: puts the generators back at the end.
+    """Context that calls :func:`seed_generators` and restores the generators at the end.
 
-    Around the reading of an item, with (seed, epoch, index) as key, it makes random transforms the same with
-    any number of workers and after a resume. Putting back takes much longer than seeding.
+    Used around the reading of an item, with (seed, epoch, index) as key, it makes random transforms the same
+    with any number of workers and after a resume. Restoring takes much longer than seeding.
 
     Example:
         >>> import random

@@ -1,12 +1,12 @@
-"""Folders of pictures with boxes and masks as others lay them out, each read as the content of one COCO file.
+"""Common folder layouts of pictures with boxes and masks; each is converted to the content of a COCO file.
 
     COCO       annotations/instances_train2017.json, ...; pictures in train2017/, train/, images/, ...
-    Roboflow   train/_annotations.coco.json, valid/, each beside its pictures
+    Roboflow   train/_annotations.coco.json, valid/, each next to its pictures
     VOC        Annotations/*.xml, JPEGImages/, ImageSets/Main/train.txt and val.txt
-    YOLO       data.yaml with names, train and val; labels/*.txt beside images/
+    YOLO       data.yaml with names, train and val; labels/*.txt next to images/
 
-What is wrong with an object (its class, its box, its mask) is left for :func:`softfree.data.coco.check_annotations` to name:
-the entry has what the file has, and its id is the place where it stands.
+Objects are not checked here. An invalid class, box or mask is copied as it is in the file, and
+:func:`softfree.data.coco.check_annotations` reports it. The id of an object says where it is in the file.
 """
 
 import contextlib
@@ -61,12 +61,15 @@ YAML_OPENING = (
 )  # fmt: skip
 YAML_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 YAML_DEPTH = 20
-# Of a file that describes pictures: those of VOC have kilobytes.
+# Limit for a file that describes pictures; those of VOC have kilobytes.
 MAX_BYTES = 16 * 2**20
 
 
 class Found(NamedTuple):
-    """Annotations of a split as they were found: not checked yet, nor whether the pictures are there."""
+    """Annotations of a split as they were found.
+
+    Neither they nor the existence of the pictures is checked yet.
+    """
 
     layout: str
     source: str
@@ -75,7 +78,10 @@ class Found(NamedTuple):
 
 
 def read_layout(root: Path, split: str) -> Found | None:
-    """The annotations of a split, "train", "val" or "test", in whichever layout a folder has; None: in none of them."""
+    """Read the annotations of a split, "train", "val" or "test", in any known layout.
+
+    Returns None if the folder has none of them.
+    """
     if has_coco(root):
         return _read_coco(root, split)
     if any(roboflow_file(root, other) for other in ROBOFLOW_FOLDERS):
@@ -86,32 +92,32 @@ def read_layout(root: Path, split: str) -> Found | None:
         return _read_yolo(root, description, split)
     if (root / "images").is_dir() and (root / "labels").is_dir():
         raise FileNotFoundError(
-            f"`data_dir` {root} has images/ and labels/, but no data.yaml with the names of the classes, train and val"
+            f"`data_dir` {root} has images/ and labels/, but no data.yaml with the class names, train and val"
         )
     return None
 
 
 def count_pictures(root: Path, split: str) -> int:
-    """Pictures of a split as :func:`read_layout` finds them, whatever is wrong with their objects."""
+    """Count the pictures of a split as :func:`read_layout` does, even if their objects are invalid."""
     found = read_layout(root, split)
     if found is None:
-        raise FileNotFoundError(f"{root} has none of the layouts that are known")
+        raise FileNotFoundError(f"{root} has none of the supported layouts")
     return len(found.annotations["images"])
 
 
 def announce(layout: str, counts: Sequence[int], classes: int) -> None:
-    """Say once in which layout how many pictures were found, in each split, and of how many classes."""
+    """Log once the layout, the number of pictures in each split, and the number of classes."""
     if layout and os.environ.get("RANK", "0") == "0":
         pictures = " + ".join(f"{count:,}" for count in counts)
         logger.info("%s layout: %s pictures, %s classes", layout, pictures, classes)
 
 
 def read_text(path: Path) -> str:
-    """A text of bounded length."""
+    """Read a text file of limited size."""
     try:
         return _read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no readable text: {error}") from error
+        raise ValueError(f"{path} is not readable as text: {error}") from error
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -140,7 +146,7 @@ def coco_file(root: Path, split: str) -> Path | None:
 
 
 def roboflow_file(root: Path, split: str) -> Path | None:
-    """The json of a split that Roboflow exported beside its pictures, if there is one."""
+    """The json of a split that Roboflow exported next to the pictures, if there is one."""
     paths = (root / name / ROBOFLOW_FILE for name in ROBOFLOW_FOLDERS[split])
     return next((path for path in paths if path.is_file()), None)
 
@@ -158,7 +164,7 @@ def _read_coco(root: Path, split: str) -> Found:
     folder = next((root / name for name in folders if os.path.isfile(root / name / first)), None)
     if folder is None:
         raise FileNotFoundError(
-            f"{printable(first)}, the first image of {path}, is in none of the folders {', '.join(folders)} of {root}"
+            f"{printable(first)}, the first image in {path}, is in none of the folders {', '.join(folders)} of {root}"
         )
     return Found("COCO", str(path), annotations, folder)
 
@@ -173,7 +179,7 @@ def _read_roboflow(root: Path, split: str) -> Found:
 
 
 def _without_group(annotations: Annotations) -> Annotations:
-    """Without the category that Roboflow puts above all others, as long as no object is of it: it is no class."""
+    """Remove the supercategory that Roboflow lists as a category, if no object has it: it is not a class."""
     categories = annotations["categories"]
     used = [annotation["category_id"] for annotation in annotations["annotations"]]
     for group in categories:
@@ -188,53 +194,53 @@ def _without_group(annotations: Annotations) -> Annotations:
 
 
 def find_voc(root: Path, folder: str) -> Path | None:
-    """Where in a folder JPEGImages/ and ``folder`` are: itself, or the one VOC... of VOCdevkit/."""
+    """Find the folder with JPEGImages/ and ``folder``: ``root`` itself, or the only VOC... in VOCdevkit/."""
     candidates = [root, *sorted(root.glob("VOC*")), *sorted(root.glob("VOCdevkit/VOC*"))]
     found = [
         path for path in candidates if (path / "JPEGImages").is_dir() and (path / folder).is_dir()
     ]
     if len(found) > 1 and found[0] != root:
         raise ValueError(
-            f"`data_dir` {root} has several sets, {some([str(p.relative_to(root)) for p in found])}: "
-            "give one of them"
+            f"`data_dir` {root} has several data sets, {some([str(p.relative_to(root)) for p in found])}; "
+            "use one of them"
         )
     return found[0] if found else None
 
 
 def voc_names(root: Path, split: str, kind: str) -> tuple[Path, list[str]]:
-    """The list of a split in ImageSets/, and the pictures it names; ``kind``: Main or Segmentation."""
+    """Read the list of a split in ImageSets/ and the names in it; ``kind`` is Main or Segmentation."""
     folders = (root / "ImageSets" / kind, root / "ImageSets")
     paths = [folder / f"{name}.txt" for name in VOC_LISTS[split] for folder in folders]
     found = [path for path in paths if path.is_file()]
     if not found:
-        raise FileNotFoundError(f"there is neither {paths[0]} nor {paths[1]}")
+        raise FileNotFoundError(f"neither {paths[0]} nor {paths[1]} exists")
     path = found[0]
     if path.stem == "trainval" and any((folder / "val.txt").is_file() for folder in folders):
         raise FileNotFoundError(
-            f"{path} has the pictures of val.txt, too, and there is no {paths[0]}"
+            f"{paths[0]} is missing, and {path} also has the pictures of val.txt"
         )
-    # A line of a class's own list has a number behind the name.
+    # In the list of a single class, a number follows each name.
     names = [line.split()[0] for line in read_text(path).splitlines() if line.strip()]
     if not names:
         raise ValueError(f"{path} names no pictures")
     if outside := [name for name in names if name != PureWindowsPath(name).name]:
-        raise ValueError(f"{path} must have names of pictures without folders, got {some(outside)}")
+        raise ValueError(f"{path} must have picture names without folders, got {some(outside)}")
     return path, names
 
 
 def voc_pictures(root: Path, listed: Path, names: Sequence[str]) -> list[str]:
-    """Paths of the pictures of these names, of any extension."""
+    """Paths of the pictures with these names and any extension."""
     found = {Path(path).stem: path for path in image_files(root / "JPEGImages")}
     if missing := [name for name in names if name not in found]:
-        raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, named in {listed}")
+        raise FileNotFoundError(f"{root / 'JPEGImages'} lacks {some(missing)}, listed in {listed}")
     return [found[name] for name in names]
 
 
 class _Tree(ElementTree.TreeBuilder):
-    """Takes no document type: entities could be declared there, which grow without bounds or name other files."""
+    """Rejects document types, since their entities could grow without bounds or refer to other files."""
 
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
-        raise ValueError(f"it has a document type (<!DOCTYPE {name!a:.30}), which is not read")
+        raise ValueError(f"it has a document type (<!DOCTYPE {name!a:.30}), which is not allowed")
 
 
 def _parse_xml(path: Path) -> ElementTree.Element:
@@ -242,11 +248,11 @@ def _parse_xml(path: Path) -> ElementTree.Element:
         content = _read_bytes(path)
         return ElementTree.fromstring(content, ElementTree.XMLParser(target=_Tree()))
     except ElementTree.ParseError as error:
-        raise ValueError(f"{path} is no readable xml: {error}") from error
+        raise ValueError(f"{path} is not valid xml: {error}") from error
     except (ValueError, LookupError) as error:
         text = str(error)
         named = text.startswith(str(path))
-        raise ValueError(text if named else f"{path} is no readable xml: {text}") from error
+        raise ValueError(text if named else f"{path} is not valid xml: {text}") from error
 
 
 def _read_voc(root: Path, split: str) -> Found:
@@ -255,7 +261,7 @@ def _read_voc(root: Path, split: str) -> Found:
     trees, classes = _voc_trees(root, names), set()
     others = set[str]()
     for other in {"train", "val"}.difference([split]):
-        # What is wrong there is named where that split is read.
+        # Faults of the other split are reported when that split is read.
         with contextlib.suppress(FileNotFoundError, ValueError):
             others.update(voc_names(root, other, "Main")[1])
     there = [name for name in others if (root / "Annotations" / f"{name}.xml").is_file()]
@@ -277,7 +283,7 @@ def _read_voc(root: Path, split: str) -> Found:
                     image_id=number,
                     category_id=numbers.get(_text(entry, "name")),
                     bbox=_voc_box(entry),
-                    # Neither trained on nor counted, whether found or not.
+                    # Difficult objects are neither used for training nor counted in evaluation.
                     iscrowd=int(_text(entry, "difficult") == "1"),
                 )
             )
@@ -287,7 +293,7 @@ def _read_voc(root: Path, split: str) -> Found:
 
 
 def _voc_trees(root: Path, names: Sequence[str]) -> list[ElementTree.Element]:
-    """The parsed files of Annotations/; all faults in one error."""
+    """Parse the files in Annotations/; raise one error with all faults."""
     trees, missing, faults = [], [], []
     for name in names:
         path = root / "Annotations" / f"{name}.xml"
@@ -310,7 +316,7 @@ def _text(entry: ElementTree.Element, name: str) -> str:
 
 
 def _voc_size(tree: ElementTree.Element, picture: str) -> tuple[int, int]:
-    """Width and height as the file has them; the picture's own where it has none, or zeros as some tools write."""
+    """Width and height from the file, or from the picture if they are missing or (with some tools) zero."""
     size = [_text(tree, f"size/{side}") for side in ("width", "height")]
     if all(re.fullmatch("0*[1-9][0-9]{0,8}", side) for side in size):
         return int(size[0]), int(size[1])
@@ -325,7 +331,10 @@ def _size_of(picture: str) -> tuple[int, int]:
 
 
 def _voc_box(entry: ElementTree.Element) -> list[Any]:
-    """[x, y, width, height]. VOC names the first and the last pixel, counted from 1; what is no number stays a text."""
+    """The box as [x, y, width, height]; values that are not numbers are returned as text.
+
+    VOC gives the first and the last pixel, counted from 1.
+    """
     corners = [_text(entry, f"bndbox/{name}") for name in ("xmin", "ymin", "xmax", "ymax")]
     numbers = _numbers(corners)
     if numbers is None:
@@ -358,7 +367,7 @@ def _read_yolo(root: Path, description: Path, split: str) -> Found:
     paths = list(dict.fromkeys(_yolo_pictures(root, description, content, split)))
     if not paths:
         raise FileNotFoundError(
-            f"{description}: {split!r} names no pictures ({', '.join(EXTENSIONS)})"
+            f"{description}: {split!r} has no pictures ({', '.join(EXTENSIONS)})"
         )
     images, objects, faults = [], [], []
     labelled = 0
@@ -382,7 +391,7 @@ def _read_yolo(root: Path, description: Path, split: str) -> Found:
     if not labelled:
         first = _yolo_labels(root, paths[0])
         raise FileNotFoundError(
-            f"none of the {len(paths):,} pictures of {split} in {description} has a file of labels: "
+            f"none of the {len(paths):,} pictures of {split} in {description} has a label file: "
             f"{printable(paths[0])} needs {first}"
         )
     found = dict(images=images, annotations=objects, categories=categories)
@@ -391,22 +400,29 @@ def _read_yolo(root: Path, description: Path, split: str) -> Found:
 
 
 def _parse_yaml(path: Path) -> dict[str, Any]:
-    """A mapping of texts: a class named "no" stays one. Aliases, of which a short file makes a huge one, are refused."""
+    """Parse a yaml file; all values stay strings, so that a class can be named "no".
+
+    Aliases are rejected, because with them a short file can expand to a huge one.
+    """
     text = read_text(path)
     depth = 0
     try:
-        # Before anything is built, which takes a time that grows faster than the depth.
+        # Checked before anything is built, because the time for that grows faster than the depth.
         for token in yaml.scan(text):
             depth += isinstance(token, YAML_OPENING) - isinstance(token, YAML_CLOSING)
             if isinstance(token, yaml.AliasToken) or depth > YAML_DEPTH:
                 what = "is nested too deeply" if depth > YAML_DEPTH else "has aliases (*name)"
-                raise ValueError(f"{path} {what} for a data set's yaml")
+                raise ValueError(
+                    f"{path} {what}; the yaml file of a data set has up to {YAML_DEPTH} levels and no aliases"
+                )
         content = yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         words = " ".join(str(error).split())
-        raise ValueError(f"{path} is no readable yaml: {words}") from error
+        raise ValueError(f"{path} is not valid yaml: {words}") from error
     if not isinstance(content, dict) or "names" not in content:
-        raise ValueError(f"{path} has no 'names', the classes, as a data set's yaml has them")
+        raise ValueError(
+            f"{path} has no 'names' (the classes), which the yaml file of a data set needs"
+        )
     return content
 
 
@@ -417,11 +433,13 @@ def _yolo_names(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
         pairs = [(str(number), name) for number, name in enumerate(given)]
     if not pairs:
         raise ValueError(
-            f"{path}: 'names' must be a list of classes, or a mapping of numbers to them"
+            f"{path}: 'names' must be a list of classes, or a mapping from numbers to classes"
         )
     for number, name in pairs:
         if not isinstance(name, str) or not re.fullmatch("[0-9]{1,9}", number):
-            raise ValueError(f"{path}: entry {number!a:.30} of 'names' is no number with a name")
+            raise ValueError(
+                f"{path}: entry {number!a:.30} of 'names' must be a number with a name"
+            )
     if content.get("nc", str(len(pairs))) != str(len(pairs)):
         raise ValueError(
             f"{path}: 'nc' is {content['nc']!a:.30}, but 'names' has {len(pairs)} classes"
@@ -432,19 +450,19 @@ def _yolo_names(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
 def _yolo_pictures(
     root: Path, description: Path, content: dict[str, Any], split: str
 ) -> Iterator[str]:
-    """The pictures of a split: of a folder, of a list of files, or of several of these."""
+    """The pictures of a split, given by a folder, by a list of files, or by several of these."""
     given = content.get(split)
     entries = given if isinstance(given, list) else [given]
     base = content.get("path", "")
     for entry in entries:
         if not isinstance(entry, str) or not entry or not isinstance(base, str):
             raise ValueError(
-                f"{description} has no {split!r}: a folder of pictures or a file that lists them"
+                f"{description} has no {split!r}, which should be a folder of pictures or a file that lists them"
             )
         place = _in_folder(root, base, entry)
         if place is None:
             raise FileNotFoundError(
-                f"{description}: {split!r} is {entry!a:.80}, which is not there in {root}"
+                f"{description}: {split!r} is {entry!a:.80}, which does not exist in {root}"
             )
         if place.is_dir():
             yield from image_files(place)
@@ -455,15 +473,15 @@ def _yolo_pictures(
                 picture = _in_folder(place.parent, "", named) or _in_folder(root, base, named)
                 if picture is None:
                     raise FileNotFoundError(
-                        f"{place}, line {number}: {named!a:.80} is not there in {root}"
+                        f"{place}, line {number}: {named!a:.80} does not exist in {root}"
                     )
                 yield str(picture)
 
 
 def _in_folder(root: Path, base: str, entry: str) -> Path | None:
-    """What a data set's yaml names, as long as it lies in its folder: relative to ``base`` or to the folder itself.
+    """Resolve a path from the yaml file, relative to ``base`` or to ``root``; None if it is not in ``root``.
 
-    Exports have "../train/images" for a train/ that lies beside the yaml.
+    Exports have "../train/images" for a train/ that is next to the yaml file.
     """
     inside = re.sub(r"^(\.{1,2}[/\\])+", "", entry)
     top = os.path.abspath(root)
@@ -475,7 +493,7 @@ def _in_folder(root: Path, base: str, entry: str) -> Path | None:
 
 
 def _yolo_labels(root: Path, picture: str) -> Path:
-    """The file of labels: labels/ in the place of the last images/, or beside the picture."""
+    """The label file of a picture: labels/ replaces the last images/, or the file is next to the picture."""
     parts = list(Path(picture).relative_to(root).with_suffix(".txt").parts)
     places = [place for place, part in enumerate(parts[:-1]) if part == "images"]
     if places:
@@ -484,7 +502,9 @@ def _yolo_labels(root: Path, picture: str) -> Path:
 
 
 def _yolo_object(line: str, width: int, height: int) -> dict[str, Any]:
-    """A line "class x y width height", the middle of a box, or "class x y x y x y ...", a polygon; all shares of the sides.
+    """Parse a line "class x y width height" (x, y: centre of a box) or "class x y x y x y ..." (a polygon).
+
+    All numbers are fractions of the picture's sides.
 
     Example:
         >>> _yolo_object("2 0.5 0.5 0.25 0.5", 200, 100)

@@ -1,4 +1,4 @@
-"""ListOps of the Long Range Arena, read or made on the spot: nested operations on digits, to be evaluated.
+"""ListOps of the Long Range Arena, read or generated: nested operations on digits, to be evaluated.
 
     [MAX 4 [MED 2 9 1 ] 0 ]   ->   4
 
@@ -6,8 +6,8 @@ The distribution is that of LRA's own generator. A node above ``max_depth`` is a
 1/4, one of MIN, MAX, MED (rounded down) and SM (sum modulo 10), with 2 to ``max_args`` arguments; otherwise
 it is a digit. Trees of more than ``min_length`` and fewer than ``max_length`` tokens are kept, each once.
 
-LRA draws one tree at a time. Here thousands grow together, one numpy array per level, since few of them are long
-enough to be kept: a hundred thousand take less than a minute.
+LRA draws one tree at a time, and few of them are long enough to be kept. Here thousands grow together, one
+numpy array per level, so that a hundred thousand samples take less than a minute.
 """
 
 import io
@@ -42,7 +42,7 @@ _WORDS |= {str(digit).encode(): DIGITS + digit for digit in range(10)}
 
 @dataclass(frozen=True)
 class ListOpsRules:
-    """What LRA leaves to flags; the values are LRA's."""
+    """The settings of LRA's generator, with LRA's values as defaults."""
 
     max_depth: int = 10
     max_args: int = 10
@@ -67,7 +67,7 @@ LRA_RULES = ListOpsRules()
 
 
 class Samples(NamedTuple):
-    """Token sequences, one behind the other: sample i is ``tokens[offsets[i] : offsets[i + 1]]``."""
+    """Concatenated token sequences: sample i is ``tokens[offsets[i] : offsets[i + 1]]``."""
 
     tokens: NDArray[np.uint8]
     offsets: NDArray[np.int64]
@@ -82,7 +82,7 @@ class Samples(NamedTuple):
 
 
 def to_text(tokens: NDArray[np.uint8]) -> str:
-    """Tokens as LRA writes them, without its round brackets.
+    """Format tokens as LRA does, without its round brackets.
 
     Example:
         >>> to_text(np.array([12, 5, 3, 15], np.uint8))
@@ -93,7 +93,7 @@ def to_text(tokens: NDArray[np.uint8]) -> str:
 
 
 def generate(count: int, seed: int = 0, rules: ListOpsRules = LRA_RULES) -> Samples:
-    """``count`` different samples of a seed; the first ones are the same whatever the count."""
+    """Generate ``count`` different samples from a seed; the first ones don't depend on the count."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     rng = np.random.default_rng(seed)
@@ -121,10 +121,10 @@ def load(
     seed: int = 0,
     rules: ListOpsRules = LRA_RULES,
 ) -> dict[str, Samples]:
-    """Train, dev and test samples from the cache in ``folder``, made first if they are not there.
+    """Load train, dev and test samples from the cache in ``folder``; generate them if they are not there.
 
-    The test samples come first in the stream of the seed, then dev, then train: with fewer training samples the
-    others stay as they are.
+    The seed's samples are used for test first, then for dev, then for train. So test and dev do not depend on
+    the number of training samples.
     """
     numbers = "-".join(map(str, (seed, sum(sizes), *asdict(rules).values())))
     path = Path(folder) / f"listops-v{_FORMAT}-{numbers}.npz"
@@ -134,7 +134,9 @@ def load(
         with np.load(path, allow_pickle=False) as stored:
             samples = Samples(stored["tokens"], stored["offsets"], stored["labels"])
     except (ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
+        raise ValueError(
+            f"{path} is damaged ({error}); delete it, and it will be generated again"
+        ) from error
     train, dev, test = sizes
     return {
         "train": samples.cut(test + dev, test + dev + train),
@@ -144,7 +146,10 @@ def load(
 
 
 def find_files(folder: Path) -> dict[str, Path]:
-    """LRA's own files of train, dev and test in ``folder`` or its ``listops-1000``; {} if there are none."""
+    """Find LRA's own train, dev and test files in ``folder`` or its ``listops-1000``.
+
+    Returns {} if there are none.
+    """
     for root in (folder, folder / "listops-1000"):
         paths = {split: root / name for split, name in FILES.items()}
         missing = [path.name for path in paths.values() if not path.is_file()]
@@ -152,22 +157,22 @@ def find_files(folder: Path) -> dict[str, Path]:
             return paths
         if len(missing) < len(paths):
             raise FileNotFoundError(
-                f"`data_dir` {root} has some of LRA's files of ListOps, but not {', '.join(missing)}; "
-                "without any of them samples are made"
+                f"`data_dir` {root} has some of LRA's ListOps files, but not {', '.join(missing)}; "
+                "samples are only generated if it has none of them"
             )
     return {}
 
 
 def read_file(path: Path) -> Samples:
-    """Samples of a file of LRA's: a header, then lines of an expression, a tab and its value.
+    """Read an LRA file: a header, then lines with an expression, a tab and its value.
 
-    ( ( ( [MAX 4 ) 2 ) ] )      4           round brackets are left out, as LRA does
+    ( ( ( [MAX 4 ) 2 ) ] )      4           round brackets are dropped, as in LRA
     """
     rows: list[bytes] = []
     labels: list[int] = []
     with path.open("rb") as file:
         if file.readline().split() != _HEADER:
-            raise ValueError(f"`data_dir`: {path} must begin with the line Source, tab, Target")
+            raise ValueError(f"`data_dir`: {path} must start with the line Source, tab, Target")
         for number, line in enumerate(file, 2):
             source, _, target = line.rstrip(b"\r\n").partition(b"\t")
             try:
@@ -192,24 +197,27 @@ def read_file(path: Path) -> Samples:
 def _make(path: Path, count: int, seed: int, rules: ListOpsRules) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Processes of one distributed run ask at the same time: one makes the samples, the others wait.
+        # The processes of a distributed run get here at the same time: one generates samples, the others
+        # wait.
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
-                logger.info("making the samples of listops, once")
+                logger.info("generating the ListOps samples (only once)")
                 buffer = io.BytesIO()
                 np.savez(buffer, **generate(count, seed, rules)._asdict())
                 replace_durably(path, buffer.getvalue())
     except PermissionError as error:
-        raise ValueError(f"`data_dir`: can't write {path.parent} to keep ListOps there") from error
+        raise ValueError(
+            f"`data_dir`: can't write to {path.parent} to keep ListOps there"
+        ) from error
 
 
 class _Level(NamedTuple):
-    """The nodes of one depth, children of one parent side by side in the order of the parents."""
+    """The nodes of one depth; children of a parent are adjacent, in the order of the parents."""
 
     tree: NDArray[np.int64]
     operator: NDArray[np.uint8]  # 0 for a digit
     digit: NDArray[np.uint8]
-    arguments: NDArray[np.int64]  # of the operators alone
+    arguments: NDArray[np.int64]  # only for operators
 
 
 def _generate_batch(rng: np.random.Generator, rules: ListOpsRules) -> Samples:
@@ -225,7 +233,7 @@ def _generate_batch(rng: np.random.Generator, rules: ListOpsRules) -> Samples:
         tokens[place] = np.where(is_operator, level.operator, DIGITS + level.digit)
         tokens[(place + length - 1)[is_operator]] = END
         if below is not None:
-            # A child stands behind its parent's operator and its elder siblings.
+            # A child comes after its parent's operator and its earlier siblings.
             before = np.cumsum(below) - below
             first = _starts(level.arguments)
             within = before - np.repeat(before[first], level.arguments)
@@ -234,14 +242,14 @@ def _generate_batch(rng: np.random.Generator, rules: ListOpsRules) -> Samples:
 
 
 def _grow(rng: np.random.Generator, rules: ListOpsRules) -> list[_Level]:
-    """Trees, level by level, of which those of a wrong length are taken out."""
+    """Grow trees level by level; drop those of a wrong length."""
     tree = np.arange(_TREES_AT_A_TIME)
     size = np.zeros(_TREES_AT_A_TIME, np.int64)
     levels: list[_Level] = []
     for depth in range(1, rules.max_depth + 1):
         count = len(tree)
         if depth == 1:
-            # A lone digit is never long enough, so trees that are one are not drawn.
+            # A single digit is never long enough, so the root is always an operator.
             is_operator = np.ones(count, bool)
         elif depth < rules.max_depth:
             is_operator = rng.random(count, np.float32) < _OPERATOR_SHARE
@@ -278,7 +286,7 @@ def _grow(rng: np.random.Generator, rules: ListOpsRules) -> list[_Level]:
 def _evaluate(
     levels: list[_Level], max_args: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.uint8]]:
-    """Tokens under every node, level by level, and the value of every tree; from the leaves up."""
+    """Compute the number of tokens in every node's subtree, level by level, and the value of every tree."""
     lengths: list[NDArray[np.int64]] = []
     below = np.empty(0, np.uint8)
     for level in reversed(levels):
@@ -303,9 +311,9 @@ def _apply(
     count: NDArray[np.int64],
     max_args: int,
 ) -> NDArray[np.uint8]:
-    """Each operator's value from its arguments ``values[first : first + count]``."""
+    """Compute each operator's value from its arguments ``values[first : first + count]``."""
     total = np.add.reduceat(values.astype(np.int64), first) % 10
-    # Arguments as rows, filled up with a number above all digits, sorted.
+    # Sorted rows of arguments, padded with a number above all digits.
     column = np.arange(max_args)
     inside = column < count[:, None]
     rows = np.full(inside.shape, 10, np.uint8)
@@ -322,5 +330,5 @@ def _apply(
 
 
 def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each group begins when groups of these sizes lie one behind the other."""
+    """The start of each group if groups of these sizes are concatenated."""
     return np.cumsum(counts) - counts

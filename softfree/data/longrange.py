@@ -1,14 +1,14 @@
-"""The tasks of the Long Range Arena: how each is read from disk, and how its sequences become a batch.
+"""The tasks of the Long Range Arena: how each is read from disk, and how its sequences are batched.
 
     data = load_longrange("text", Path("aclImdb"))
     loader = DataLoader(data.train, 32, collate_fn=PadSequences(data.task.length))
 
-    listops    LRA's tsv files, or made on the spot and cached, see :mod:`softfree.data.listops`
+    listops    LRA's tsv files, or generated and cached, see :mod:`softfree.data.listops`
     text       IMDb's folders or json lines, one token per byte
     retrieval  LRA's tsv of document pairs, one token per byte
     image      CIFAR-10's own batches, class folders or packed grids, grey, one token per pixel
     pathfinder LRA's folders of pictures, one token per pixel
-    twins      made on the spot, a label for every token, see :mod:`softfree.data.twins`; not of the arena
+    twins      generated, a label for every token, see :mod:`softfree.data.twins`; not part of the arena
 
 Token 0 is padding; bytes and pixels are tokens 1 to 256.
 """
@@ -45,17 +45,17 @@ from softfree.ops.shared.compiled_c import cache_folder
 
 logger = logging.getLogger(__name__)
 SPLIT_SEED = 0
-UNLABELLED = -100  # what cross-entropy leaves out
+UNLABELLED = -100  # the label that cross-entropy ignores
 
 
 @dataclass(frozen=True)
 class LongRangeTask:
-    """Longest sequence, tokens, classes, and what a sample is.
+    """A task: maximum length, tokens, classes, and the kind of its samples.
 
     Attributes:
         pair: a sample is a pair of sequences.
-        channels: a token is so many numbers, and not one of ``vocab_size``; 0: it is.
-        per_token: every token has a label, and not the sequence.
+        channels: a token is this many numbers; 0: a token is one of ``vocab_size``.
+        per_token: every token has a label, instead of the sequence.
     """
 
     name: str
@@ -71,7 +71,7 @@ class LongRangeTask:
 TASKS = {
     task.name: task
     for task in (
-        LongRangeTask("listops", 2000, 32, 10, "LRA's tsv files, or nothing: samples are made"),
+        LongRangeTask("listops", 2000, 32, 10, "LRA's tsv files, or nothing: samples are generated"),
         LongRangeTask(
             "text", 4000, 512, 2,
             "IMDb's train/ and test/, each with pos/ and neg/ of .txt files, or train.jsonl and test.jsonl "
@@ -101,7 +101,7 @@ TASKS = {
 
 
 def find_task(name: str) -> LongRangeTask:
-    """The task of this name."""
+    """Find a task by its name."""
     if name not in TASKS:
         raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]
@@ -109,10 +109,10 @@ def find_task(name: str) -> LongRangeTask:
 
 @dataclass(frozen=True)
 class LongRangeData:
-    """What a run on one task reads.
+    """The data of a run on one task.
 
-    An item is (tokens, label), tokens int64 (n,), or a list of two of them for pairs. Where tokens have channels,
-    they are float32 (n, channels); where each has a label, labels are int64 (n,).
+    An item is (tokens, label). Tokens are int64 (n,), or a list of two of these for pairs. If tokens have
+    channels, they are float32 (n, channels). If each token has a label, labels are int64 (n,).
     """
 
     task: LongRangeTask
@@ -125,7 +125,8 @@ class LongRangeData:
 class SequenceBatch(NamedTuple):
     """tokens (b, n) int64, mask (b, n) bool, True for real tokens, labels (b,); pairs: (b, 2, n).
 
-    Tokens with channels are (b, n, channels) float32, labels of each token (b, n) with UNLABELLED in the padding. The mask is None where all tokens are real: attentions are faster without one.
+    Tokens with channels are (b, n, channels) float32. Labels of each token are (b, n), with UNLABELLED for
+    padding. The mask is None if all tokens are real, because attention is faster without one.
     """
 
     tokens: Tensor
@@ -140,13 +141,15 @@ def load_longrange(
     seed: int = 0,
     listops_sizes: tuple[int, int, int] = (96_000, 2_000, 2_000),
 ) -> LongRangeData:
-    """Train, dev and test samples of a task.
+    """Load train, dev and test samples of a task.
 
     Args:
         name: listops, text, retrieval, image, pathfinder or twins.
-        data_dir: its files; for listops without LRA's the folder of the cache, None for the user's cache folder.
-        seed: of the ListOps samples that are made. What belongs to dev where a task has no such files never changes.
-        listops_sizes: ListOps samples in train, dev and test, where they are made.
+        data_dir: the folder with its files. For listops without LRA's files: the cache folder; None: the
+            user's cache folder.
+        seed: seed for generating ListOps. Where dev is split off from training data, the split is always the
+            same.
+        listops_sizes: the numbers of train, dev and test samples if ListOps is generated.
     """
     task = find_task(name)
     if name == "listops":
@@ -168,7 +171,7 @@ def load_longrange(
     root = Path(data_dir)
     if not root.is_dir():
         raise FileNotFoundError(
-            f"`data_dir` {root} is no folder; `task` {name} needs one with {task.needs}"
+            f"`data_dir` {root} is not a folder; `task` {name} needs one with {task.needs}"
         )
     reader = {
         "text": _load_text,
@@ -180,7 +183,7 @@ def load_longrange(
 
 
 def some_samples(data: MapData, count: int) -> MapData:
-    """``count`` of the samples, drawn at random and always the same, in their order; 0, or as many as there are: all."""
+    """``count`` random samples in their original order, always the same ones; 0, or too many: all samples."""
     check_at_least(0, eval_samples=count)
     if not 0 < count < len(data):
         return data
@@ -190,9 +193,10 @@ def some_samples(data: MapData, count: int) -> MapData:
 
 @dataclass(frozen=True)
 class PadSequences:
-    """A ``collate_fn``: sequences cut to ``length`` and padded to the longest of the batch.
+    """A ``collate_fn`` that truncates sequences to ``length`` and pads them to the longest of the batch.
 
-    Padded lengths are multiples of ``multiple`` (but for ``length`` itself): there are few different shapes.
+    Padded lengths are multiples of ``multiple`` (except ``length`` itself), so there are few different
+    shapes.
     """
 
     length: int
@@ -217,7 +221,7 @@ class PadSequences:
 
 
 def _pad(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
-    """Rows (n, ...) cut or filled up to ``width``, stacked."""
+    """Truncate or pad rows (n, ...) to ``width``, and stack them."""
     padded = rows[0].new_full((len(rows), width, *rows[0].shape[1:]), value)
     for into, row in zip(padded, rows, strict=True):
         into[: len(row)] = row[:width]
@@ -226,7 +230,7 @@ def _pad(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedSequences(Dataset):
-    """Sequences that are in memory, one byte per token; ``shift`` is added to each."""
+    """Sequences in memory, one byte per token; ``shift`` is added to each."""
 
     samples: Samples
     shift: int
@@ -244,7 +248,7 @@ class PackedSequences(Dataset):
 
 @dataclass(frozen=True)
 class TwinSequences(Dataset):
-    """Samples of a split of :mod:`softfree.data.twins`, drawn when they are asked for."""
+    """Samples of a split of :mod:`softfree.data.twins`, generated on access."""
 
     split: str
     count: int
@@ -258,7 +262,7 @@ class TwinSequences(Dataset):
 
 
 def to_tokens(values: NDArray[np.uint8], shift: int = 1) -> Tensor:
-    """Bytes or pixels as tokens; bytes are shifted by one, since token 0 is padding."""
+    """Convert bytes or pixels to tokens; they are shifted by one, because token 0 is padding."""
     return torch.from_numpy(values.astype(np.int64)) + shift
 
 
@@ -276,7 +280,8 @@ def _load_text(task: LongRangeTask, root: Path) -> LongRangeData:
     folders = all((root / split / "pos").is_dir() for split in ("train", "test"))
     read = _read_imdb if folders else _read_json_lines
     train, test = read(task, root, "train"), read(task, root, "test")
-    # LRA chooses the best step by the test reviews, having no others. A dev.jsonl is used in their place.
+    # LRA selects the best step on the test reviews, because it has no dev split. A dev.jsonl is used if
+    # present.
     has_dev = not folders and _find_json_lines(root, "dev") is not None
     dev = _read_json_lines(task, root, "dev") if has_dev else test
     return LongRangeData(task, ("negative", "positive"), train, dev, test)
@@ -336,7 +341,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _pack(task: LongRangeTask, rows: Any, labels: Any) -> PackedSequences:
-    """Sequences of bytes, one behind the other."""
+    """Concatenate sequences of bytes."""
     offsets = np.cumsum([0, *map(len, rows)])
     samples = Samples(np.concatenate(rows), offsets, np.array(labels, np.uint8))
     return PackedSequences(samples, 1, task.length)
@@ -354,9 +359,9 @@ def _check_label(label: float, task: LongRangeTask, where: str) -> None:
 
 
 class DocumentPairs(Dataset):
-    """LRA's tsv: label, id1, id2, text1, text2 with a tab between, no quotes, no header.
+    """LRA's tsv: label, id1, id2, text1, text2, separated by tabs, without quotes or header.
 
-    The file has gigabytes, so it stays on disk; only where its lines begin, and the last ends, is kept.
+    The file has gigabytes, so it stays on disk. Only the start of each line and the end of the last are kept.
     """
 
     def __init__(self, task: LongRangeTask, path: Path):
@@ -365,7 +370,7 @@ class DocumentPairs(Dataset):
         starts = array.array("q", [0])
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                # Checked now, so that none stops a run later.
+                # Checked now, so that a bad line does not stop a run later.
                 _parse_pair(line, task, f"{path}, line {number}")
                 starts.append(starts[-1] + len(line))
         self.starts = np.array(starts)
@@ -392,7 +397,7 @@ def _parse_pair(line: bytes, task: LongRangeTask, where: str) -> tuple[list[byte
         label = float(written)
     except ValueError as error:
         raise ValueError(
-            f"`data_dir`: {where} is not label, id1, id2, text1, text2 with tabs between"
+            f"`data_dir`: {where} must be label, id1, id2, text1, text2, separated by tabs"
         ) from error
     if len(texts) != 2:
         raise ValueError(f"`data_dir`: {where} has {len(fields)} fields, expected 5")
@@ -426,9 +431,9 @@ def _load_image(task: LongRangeTask, root: Path) -> LongRangeData:
     (pixels, labels), test, names = found
     if len(names) != task.num_classes:
         raise ValueError(
-            f"`data_dir` {root} has {len(names)} classes, `task` image has {task.num_classes}"
+            f"`data_dir` {root} has {len(names)} classes, but `task` image has {task.num_classes}"
         )
-    # A tenth is dev, as in LRA; not the last, since pictures may be sorted by class.
+    # A random tenth is dev, as in LRA; not the last tenth, since pictures may be sorted by class.
     train_part, dev_part = _shuffled_parts(len(pixels), (0.9, 0.1))
     train, dev = (_pack(task, pixels[part], labels[part]) for part in (train_part, dev_part))
     return LongRangeData(task, names, train, dev, _pack(task, *test))
@@ -438,18 +443,21 @@ Pictures = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
 def _read_cifar(folder: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
-    """CIFAR-10's own files, made grey as pictures are."""
+    """Read CIFAR-10's own files and convert them to grey, like other pictures."""
     parts = []
     for split in ("train", "test"):
         pictures, labels = read_batches(folder, split)
-        # One above the other they are one picture.
+        # Stacked vertically, they are converted as one picture.
         grey = Image.fromarray(pictures.reshape(-1, SIDE, 3)).convert("L")
         parts.append((np.asarray(grey).reshape(-1, SIDE * SIDE), labels))
     return parts[0], parts[1], CIFAR10
 
 
 def _read_grids(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
-    """Pictures as tiles of large pictures, row by row; labels.npz has their classes in this order."""
+    """Read pictures that are tiles of large pictures, row by row.
+
+    The file labels.npz has their classes in this order.
+    """
     labels = _read_labels(root / "labels.npz")
     parts = []
     for split in ("train", "test"):
@@ -478,7 +486,7 @@ def _read_labels(path: Path) -> dict[str, NDArray[np.uint8]]:
             f"`data_dir`: {path} must be an npz file with arrays 'train' and 'test': {error}"
         ) from error
     for split, labels in found.items():
-        # In 8 bits a label beyond the classes could become another one.
+        # Converted to 8 bits, a label out of range could turn into a valid one.
         beyond = np.setdiff1d(labels, range(len(CIFAR10)))
         if len(beyond):
             raise ValueError(
@@ -499,7 +507,7 @@ def _read_class_folders(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]
     parts = []
     for split in (data.train, data.val):
         assert isinstance(split, ImageFiles)
-        # By file name: the split into train and dev is then that of the packed grids.
+        # Sorted by file name, so that the split into train and dev is the same as for the packed grids.
         order = np.argsort([Path(path).name for path in split.paths], kind="stable").tolist()
         pixels = np.stack([_grey(split.paths[index]) for index in order])
         parts.append((pixels, np.array([split.labels[index] for index in order], np.uint8)))
@@ -514,12 +522,12 @@ def _open(path: str | Path, **limits: float) -> Image.Image:
 
 
 def _grey(path: str) -> NDArray[np.uint8]:
-    """The picture of a file, (1024,), row by row."""
+    """Read a picture as grey values (1024,), row by row."""
     picture = _open(path)
     if picture.size != (SIDE, SIDE):
         width, height = picture.size
         raise ValueError(
-            f"`data_dir`: pictures must have {SIDE} x {SIDE} pixels, {path} has {width} x {height}"
+            f"`data_dir`: pictures must have {SIDE} x {SIDE} pixels, but {path} has {width} x {height}"
         )
     return np.asarray(picture.convert("L")).reshape(-1)
 
@@ -539,7 +547,10 @@ class PathfinderPictures(Dataset):
 
 
 def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
-    """LRA's metadata/N.npy are texts, a line per picture: folder, file, number, label and more."""
+    """Load Pathfinder.
+
+    LRA's metadata/N.npy are text, a line per picture: folder, file, number, label and more.
+    """
     hardest = "curv_contour_length_14"
     candidates = [root, root / hardest, root / "pathfinder32" / hardest]
     folder = next((path for path in candidates if (path / "metadata").is_dir()), None)
@@ -551,7 +562,7 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
             words = line.split()
             if len(words) < 4 or not words[3].isdecimal():
                 raise ValueError(
-                    f"`data_dir`: {listing}, line {number} is not folder, file, number, label: {line!r}"
+                    f"`data_dir`: {listing}, line {number} must be folder, file, number, label, got {line!r}"
                 )
             _check_label(int(words[3]), task, f"{listing}, line {number}")
             picture = folder / words[0] / words[1]
@@ -559,9 +570,9 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
                 size = picture.stat().st_size
             except FileNotFoundError as error:
                 raise FileNotFoundError(
-                    f"`data_dir`: {picture} is missing, named in {listing}, line {number}"
+                    f"`data_dir`: {picture} is missing, but listed in {listing}, line {number}"
                 ) from error
-            # The released set has empty files; others leave them out, too.
+            # The released set has empty files, which other implementations skip, too.
             if size:
                 paths.append(str(picture))
                 labels.append(int(words[3]))
@@ -573,7 +584,7 @@ def _load_pathfinder(task: LongRangeTask, root: Path) -> LongRangeData:
 
 
 def _shuffled_parts(count: int, shares: Sequence[float]) -> list[NDArray[np.int64]]:
-    """Positions in random but fixed order, cut into parts of these shares."""
+    """Positions in random but fixed order, split into parts with these shares."""
     order = np.random.default_rng(SPLIT_SEED).permutation(count)
     bounds = np.round(np.cumsum(shares)[:-1] * count).astype(int)
     parts = np.split(order, bounds)

@@ -1,7 +1,7 @@
-"""Data sets that timm names: torchvision's ("torch/"), Hugging Face's ("hfds/") and tar shards ("wds/").
+"""Data sets in timm's notation: torchvision's ("torch/"), Hugging Face's ("hfds/") and tar shards ("wds/").
 
-Shards are read here and not by timm, which reads them as a stream: a stream can't be continued in the middle
-nor shared out among processes so that each picture counts once.
+Shards are read here and not by timm, which reads them as a stream. A stream can't be continued in the middle,
+nor divided among processes so that each picture counts once.
 """
 
 import io
@@ -34,22 +34,22 @@ NOT_MIRRORED = ("torch/mnist", "torch/qmnist", "torch/kmnist")
 def load_named(
     data_dir: str | None, dataset: str, strict: bool, held_out: Sequence[str] = VAL_NAMES
 ) -> ImageData:
-    """As :func:`softfree.data.load_images`, for ``dataset`` with one of PREFIXES.
+    """:func:`softfree.data.load_images` for a ``dataset`` with one of PREFIXES.
 
-    ``held_out`` are names of the split to validate on, the first that there is.
+    ``held_out`` are possible names of the validation split; the first that exists is used.
     """
     if not dataset.startswith(PREFIXES):
         raise ValueError(
             f"`dataset` must start with {', '.join(PREFIXES)}, got {dataset!r}; "
-            "for folders of pictures, give `data_dir` alone"
+            "for folders of pictures, use only `data_dir`"
         )
     if dataset.startswith("hfds/"):
         return _load_hfds(data_dir, dataset, strict, held_out)
     if data_dir is None:
-        raise ValueError(f"`dataset` {dataset} needs `data_dir`, the folder it lies in")
+        raise ValueError(f"`dataset` {dataset} needs `data_dir`, the folder where it is stored")
     if not Path(data_dir).is_dir():
         raise FileNotFoundError(
-            f"`data_dir` {data_dir} is not a folder; `dataset` {dataset} must lie there"
+            f"`data_dir` {data_dir} is not a folder; `dataset` {dataset} must be stored there"
         )
     if dataset.startswith("wds/"):
         return _load_shards(Path(data_dir), dataset.removeprefix("wds/"), strict, held_out)
@@ -57,7 +57,10 @@ def load_named(
 
 
 class _Named(ImageDataset):
-    """A data set of torchvision, or of the Hugging Face hub through timm's reader, which gives open files."""
+    """A data set of torchvision, or of the Hugging Face hub through timm's reader.
+
+    The reader returns open files.
+    """
 
     def __init__(self, source: Any, name: str, strict: bool):
         super().__init__(strict)
@@ -75,7 +78,7 @@ class _Named(ImageDataset):
                 return read(picture), int(label)
         except UnreadableImageError:
             raise
-        except Exception as error:  # a damaged file makes decoders raise errors of nearly any type
+        except Exception as error:  # decoders raise errors of nearly any type for damaged files
             raise UnreadableImageError(str(error) or type(error).__name__) from error
 
     def name(self, index: int) -> str:
@@ -97,7 +100,7 @@ def _load_torchvision(
             ) from error
     names = getattr(parts[0], "classes", None) or getattr(parts[0], "all_categories", None)
     if not names:
-        raise ValueError(f"`dataset` {dataset} does not say what its classes are")
+        raise ValueError(f"`dataset` {dataset} does not list its classes")
     train, val = (_Named(part, dataset, strict) for part in parts)
     class_names = tuple(name if isinstance(name, str) else str(name[0]) for name in names)
     return ImageData(train, val, class_names, mirrors=dataset not in NOT_MIRRORED)
@@ -127,12 +130,12 @@ def _load_hfds(
 
 
 class _Shards(ImageDataset):
-    """Pictures in tar files, each beside its label: KEY.jpg and KEY.cls, or KEY.json with "label"."""
+    """Pictures in tar files, each with its label: KEY.jpg and KEY.cls, or KEY.json with "label"."""
 
     def __init__(self, shards: list[Path], strict: bool):
         super().__init__(strict)
         self.shards = shards
-        # Of each picture: its shard, its name there, where its bytes begin and how many there are.
+        # For each picture: its shard, its name there, the offset of its bytes and their number.
         self.places: list[tuple[int, str, int, int]] = []
         self.labels: list[int] = []
         for number, shard in enumerate(shards):
@@ -179,7 +182,7 @@ def _shard_label(archive: tarfile.TarFile, parts: dict[str, tarfile.TarInfo]) ->
     if ".json" in parts:
         return int(json.loads(content(".json"))["label"])
     names = ", ".join(member.name for member in parts.values())
-    raise ValueError(f"{names} has no label beside it, expected .cls, or .json with 'label'")
+    raise ValueError(f"{names} has no label, expected .cls, or .json with 'label'")
 
 
 def _load_shards(root: Path, name: str, strict: bool, held_out: Sequence[str]) -> ImageData:

@@ -1,12 +1,12 @@
-"""Pictures that stay on the device: decoded once, cropped, resized and mirrored there in whole batches.
+"""Pictures kept on the device: decoded once, then cropped, resized and mirrored there in whole batches.
 
     pictures = ResidentImages(dataset, device, workers=4)
     batch = pictures.centre_crops(indices, 128, crop_pct=0.875)
     crops = RandomCrops(pictures, 128, scale=(0.6, 1), ratio=(3 / 4, 4 / 3), hflip=0.5)
     batch = crops(crops.draw(indices))
 
-For data of one picture size that fits a GPU's memory, such as CIFAR or Tiny-ImageNet. A training step then
-waits for no loader.
+This is for pictures of equal size that fit into a GPU's memory, such as CIFAR or Tiny-ImageNet. Training
+steps then don't wait for a loader.
 """
 
 import functools
@@ -24,22 +24,23 @@ from softfree.data.images import ImageDataset, Unreadable
 from softfree.ops.shared.precision import exactly
 
 INTERPOLATIONS = ("bilinear", "bicubic", "random")
-TRIES = 10  # for a crop that fits the picture, as torchvision has it
+TRIES = 10  # for a crop that fits the picture, as in torchvision
 
 
 class ResidentImages:
     """All pictures of a data set on one device, and their labels (N,).
 
-    Pictures are (N, H, 3, W) of 8 bits: in this order both products of a resize are plain batches of matrices.
+    Pictures are (N, H, 3, W) uint8. In this order both matrix products of a resize are plain batched
+    products.
 
-    Raises ValueError for pictures of different sizes, and for one that can't be read.
+    Raises ValueError if pictures have different sizes or can't be read.
     """
 
     def __init__(self, dataset: ImageDataset, device: torch.device | str, workers: int = 0):
         kept, dataset.transform = dataset.transform, _to_array
         pictures, labels = torch.empty(0), list[int]()
         try:
-            # A generator of its own: by default a loader draws from the one that the caller has seeded.
+            # Its own generator, because by default a loader draws from the one that the caller has seeded.
             loader = DataLoader(
                 dataset, 256, num_workers=workers, collate_fn=list, generator=torch.Generator()
             )
@@ -56,8 +57,8 @@ class ResidentImages:
                     if item[0].shape != pictures.shape[1:]:
                         sizes = [f"{s[2]} x {s[0]}" for s in (pictures.shape[1:], item[0].shape)]
                         raise ValueError(
-                            f"`data_on_device` needs pictures of one size: {dataset.name(0)} has "
-                            f"{sizes[0]} pixels, {dataset.name(len(labels))} {sizes[1]}"
+                            f"`data_on_device` needs pictures of the same size: {dataset.name(0)} has "
+                            f"{sizes[0]} pixels, {dataset.name(len(labels))} has {sizes[1]}"
                         )
                     arrays.append(item[0])
                     labels.append(item[1])
@@ -73,9 +74,10 @@ class ResidentImages:
     def centre_crops(
         self, indices: Tensor, size: int, *, crop_pct: float, interpolation: str = "bicubic"
     ) -> Tensor:
-        """The middle of the pictures, ``crop_pct`` of the shorter side, as (b, 3, size, size), 0 to 255.
+        """Centre crops with ``crop_pct`` of the shorter side, as (b, 3, size, size), 0 to 255.
 
-        As timm prepares pictures for a test: the shorter side is resized to ``size / crop_pct``, then cut.
+        This is how timm prepares test pictures: the shorter side is resized to ``size / crop_pct``, then
+        cropped.
         """
         pictures = self.pictures[indices]
         rows, columns = pictures.shape[1], pictures.shape[3]
@@ -96,9 +98,9 @@ class ResidentImages:
 class RandomCrops:
     """Random crops of resident pictures, resized to (size, size) and mirrored.
 
-    Crops are drawn as torchvision's RandomResizedCrop draws them and resized with Pillow's filters: a resized
-    row is a product of the picture's rows with a matrix. Boxes have whole numbers, so the matrices come from a
-    table, and the boxes of an epoch can be drawn at once: little is left for the host to do in a step.
+    Crops are drawn like those of torchvision's RandomResizedCrop, and resized with Pillow's filters. Resizing
+    is a product of the picture with a matrix. Boxes have integer coordinates, so the matrices come from a
+    table, and all boxes of an epoch are drawn at once. So the host has little to do in a step.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class RandomCrops:
         self.kinds = [
             kind == "bicubic" for kind in INTERPOLATIONS[:2] if interpolation in (kind, "random")
         ]
-        # A box of each length in the middle of twice the pixels: windows on it are the boxes of all places.
+        # A box of each length in the middle of twice the pixels: windows onto it are boxes at all positions.
         length = torch.arange(1.0, self.longest + 1, device=self.pictures.device)
         middle = torch.full_like(length, self.longest)
         table = torch.stack(
@@ -129,9 +131,9 @@ class RandomCrops:
         self.matrices = table.unfold(-1, self.longest, 1).transpose(1, 2)
 
     def draw(self, indices: Tensor) -> Tensor:
-        """Crops of pictures ``indices`` (n,), from the device's generator: (5, n) of integers.
+        """Draw crops of the pictures ``indices`` (n,) with the device's generator: integers (5, n).
 
-        The indices, and for both directions (down, across) the matrix in the table and its window.
+        They are the indices and, for both directions (down, across), the matrix in the table and its window.
         """
         count, device = len(indices), indices.device
         boxes = random_boxes(count, (self.rows, self.columns), self.scale, self.ratio, device)
@@ -142,9 +144,9 @@ class RandomCrops:
         return torch.cat([indices[None], matrix, self.longest - first])
 
     def __call__(self, plan: Tensor) -> Tensor:
-        """The crops of a part (5, b) of what was drawn: (b, 3, size, size), 0 to 255.
+        """Make the crops of a slice (5, b) of what was drawn: (b, 3, size, size), 0 to 255.
 
-        In memory (b, size, 3, size), as they arise: the next who goes over them may choose a layout.
+        In memory they are (b, size, 3, size), as computed; the next operation can choose another layout.
         """
         down, across = self.matrices[plan[1:3], plan[3:5]].unbind()
         return _resize(
@@ -155,10 +157,13 @@ class RandomCrops:
 
 
 def _resize(pictures: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """(b, H x 3, W) by (b, size, H) and (b, size, W) to (b, 3, size, size), in memory (b, size, 3, size)."""
-    # In TF32, which training allows, some pixels would be off by a level.
+    """Resize (b, H x 3, W) by (b, size, H) and (b, size, W) to (b, 3, size, size).
+
+    It is stored as (b, size, 3, size).
+    """
+    # In TF32, which training allows, some pixels would be off by one level.
     with exactly(pictures.device):
-        # Pillow, too, goes along the rows first and keeps 8 bits in between.
+        # Like Pillow, resize along the rows first and round to 8 bits in between.
         wide = _to_levels(torch.bmm(pictures.float(), across.mT))
         resized = _to_levels(torch.bmm(down, wide.view(len(wide), down.shape[2], -1)))
     size = across.shape[1]
@@ -180,10 +185,10 @@ def random_boxes(
     ratio: Sequence[float],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Places (top, left) and lengths (height, width) of random crops of pictures (H, W): both (2, count).
+    """Positions (top, left) and lengths (height, width) of random crops of pictures (H, W), both (2, count).
 
-    An area in ``scale`` of the picture's and a logarithm of width over height in ``ratio``, both uniform;
-    of TRIES draws the first that fits, else the largest centred box of an allowed shape. Whole numbers.
+    The share of the area is uniform in ``scale``, and width / height is log-uniform in ``ratio``. The first of
+    TRIES draws that fits is taken, else the largest centred box of an allowed shape. All numbers are integers.
     """
     rows, columns = picture
     within = min(max(columns / rows, ratio[0]), ratio[1])
@@ -207,10 +212,10 @@ def random_boxes(
 
 
 def resize_matrices(first: Tensor, length: Tensor, pixels: int, size: int, cubic: bool) -> Tensor:
-    """Matrices (..., size, pixels) that take ``length`` pixels from ``first`` on, resized to ``size``.
+    """Matrices (..., size, pixels) that resize ``length`` pixels, starting at ``first``, to ``size``.
 
-    ``first`` and ``length`` are (...) of whole numbers. Pillow's filters: bicubic with a = -1/2 or bilinear,
-    widened where the picture shrinks, cut at the box and with rows that sum to 1.
+    ``first`` and ``length`` are integers of shape (...). The filters are Pillow's: bicubic with a = -1/2 or
+    bilinear, widened when shrinking, cut off at the box, and with rows that sum to 1.
     """
     first, length = first[..., None, None], length[..., None, None]
     step = length / size
@@ -220,7 +225,7 @@ def resize_matrices(first: Tensor, length: Tensor, pixels: int, size: int, cubic
     near = 1 - ((pixel - middle) / step.clamp(min=1)).abs_()
     weights = linear = near.clamp(min=0)
     if cubic:
-        # Twice Keys' cubic in one formula: its inner piece is the outer one and a term that ends at 0.
+        # Twice Keys' cubic in one formula: its inner piece is the outer one plus a term that ends at 0.
         outer = near * (near + 1).clamp_(min=0).square_()
         weights = torch.addcmul(outer, 2 - 4 * linear, linear.square())
     weights = weights * ((pixel > first) & (pixel < first + length))
@@ -229,5 +234,5 @@ def resize_matrices(first: Tensor, length: Tensor, pixels: int, size: int, cubic
 
 @functools.cache
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers on the device, sent there once: the host may have to wait for a copy."""
+    """Numbers on the device, copied only once, because the host may have to wait for a copy."""
     return torch.tensor(values, dtype=torch.float32, device=device)

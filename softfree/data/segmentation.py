@@ -1,7 +1,7 @@
-"""Pictures with class maps: ADE20K, Cityscapes, PASCAL VOC, plain folders, masks of objects, or the embedded shapes and twins.
+"""Pictures with class maps: ADE20K, Cityscapes, VOC, plain folders, masks of objects, or embedded data.
 
 A class map gives every pixel its class, 0 .. n - 1, or the ignore label, which counts neither in the loss
-nor in the metric.
+nor in the metric. The embedded data are the shapes and the twins.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -51,10 +51,10 @@ from softfree.data.shapes import CLASSES, SHAPES, SIDE, draw_shapes
 
 CLASS_MAP_FORMATS = ("PNG",)
 IGNORE = 255
-# Of the weights of two classes, at most.
+# The largest ratio between the weights of two classes.
 WEIGHT_RANGE = 20.0
 ADE20K_CLASSES = 150
-# Of all labels; 19 of them are classes. -1, a license plate, is 255 in 8 bits.
+# The number of labels, 19 of which are classes. -1, a license plate, is 255 in 8 bits.
 CITYSCAPES_IDS = 34
 SPLITS = {"train": TRAIN_NAMES, "val": VAL_NAMES[:-1], "test": TEST_NAMES}
 LAYOUTS = f"""\
@@ -73,7 +73,7 @@ TWIN_SPLITS = {"train": "train", "val": "dev", "test": "test"}
 class SegmentationBatch(NamedTuple):
     """images (b, 3, H, W) uint8, class maps (b, H, W) int64, and the files that could not be read.
 
-    In evaluation, where sizes differ, lists of images (3, H, W) and class maps (H, W).
+    In evaluation, where sizes differ, they are lists of images (3, H, W) and class maps (H, W).
     """
 
     images: Any
@@ -86,12 +86,12 @@ class SegmentationDataset(ImageDataset):
     """Pictures and class maps in files. An item is (image (3, H, W) uint8, class map (H, W) int64).
 
     Args:
-        pairs: paths of picture and class map.
-        ids, ignored: values of the files that stand for a class, and those that stand for none.
-        classes: from a value in the files, 0 .. 255, to its class; (256,) uint8.
-        transform: applied to (image, class map), with torchvision's tv_tensors.
-        may_ignore: which value stands for none is up to the user.
-        layout: of the folder that they were found in, for messages.
+        pairs: paths of pictures and class maps.
+        ids, ignored: values in the files that stand for a class, and those that stand for none.
+        classes: table from a value in the files, 0 .. 255, to its class; (256,) uint8.
+        transform: applied to (image, class map), which are torchvision's tv_tensors.
+        may_ignore: whether the user can choose the value that stands for no class.
+        layout: the layout of the folder they come from, for messages.
     """
 
     pairs: Sequence[tuple[str, str]]
@@ -107,14 +107,14 @@ class SegmentationDataset(ImageDataset):
         return len(self.pairs)
 
     def read(self, index: int) -> tuple[Image.Image, np.ndarray]:
-        """Picture and class map (H, W) uint8."""
+        """Read the picture and its class map (H, W) uint8."""
         picture, classes = open_image(self.pairs[index][0]), self.class_map(index)
         if picture.size != classes.shape[::-1]:
             raise UnreadableImageError(_sizes(picture.size, classes.shape[::-1]))
         return picture, classes
 
     def class_map(self, index: int) -> np.ndarray:
-        """The class map alone, (H, W) uint8."""
+        """Read only the class map, (H, W) uint8."""
         return self.classes[read_class_ids(self.pairs[index][1])]
 
     def name(self, index: int) -> str:
@@ -128,7 +128,7 @@ class SegmentationDataset(ImageDataset):
 
 
 class ShapeSegmentation(SegmentationDataset):
-    """The embedded shapes: class 0 is the ground."""
+    """The embedded shapes; class 0 is the background."""
 
     def __init__(self, count: int, split: str, side: int = SIDE):
         super().__init__([("", "")] * count, range(len(CLASSES) + 1))
@@ -147,9 +147,9 @@ class ShapeSegmentation(SegmentationDataset):
 
 
 class ObjectSegmentation(SegmentationDataset):
-    """Class maps drawn from the masks of objects: class 0 is what lies in none, of objects that overlap the smaller is on top.
+    """Class maps drawn from the masks of objects; class 0 is everything outside of them.
 
-    Crowds are ignored, but for the objects in them.
+    Where objects overlap, the smaller one is on top. Crowds are ignored, except for the objects in them.
     """
 
     def __init__(self, objects: detection.CocoDetection):
@@ -197,7 +197,7 @@ class TwinSegmentation(SegmentationDataset):
 
 @dataclass(frozen=True)
 class SegmentationData:
-    """What a segmentation run reads."""
+    """The data of a segmentation run."""
 
     train: SegmentationDataset
     val: SegmentationDataset
@@ -208,7 +208,10 @@ Split = tuple[SegmentationDataset, tuple[str, ...]]
 
 
 def load_segmentation(data_dir: str | None, **options: Any) -> SegmentationData:
-    """Training and validation pictures with their class maps; ``options`` are keywords of :func:`load_split`."""
+    """Load training and validation pictures with class maps.
+
+    ``options`` are keywords of :func:`load_split`.
+    """
     (train, names), (val, _) = both_splits(lambda split: load_split(data_dir, split, **options))
     if isinstance(train, ObjectSegmentation) and isinstance(val, ObjectSegmentation):
         detection.check_same_categories(data_dir, train.objects, val.objects)
@@ -227,15 +230,15 @@ def load_split(
     shapes: tuple[int, int] = SHAPES,
     side: int = SIDE,
 ) -> Split:
-    """The pictures of a split, "train", "val" or "test", with their class maps, and the names of the classes.
+    """Load the pictures and class maps of a split, "train", "val" or "test", and the names of the classes.
 
     Args:
-        data_dir: a folder in one of the layouts of ``LAYOUTS``; None: an embedded set.
-        dataset: which one.
+        data_dir: a folder in one of the layouts of ``LAYOUTS``; None: an embedded data set.
+        dataset: which embedded data set.
         ignore_label: value in the class maps of plain folders that stands for no class.
-        skip_bad: leave out masks of objects that can't be used, instead of an error.
-        check: look at every file first: sizes, and class ids beyond the classes.
-        shapes, side: how many embedded pictures for training and validation, and their size.
+        skip_bad: skip masks of objects that can't be used, instead of raising an error.
+        check: first check the sizes and class ids in every file.
+        shapes, side: the number of embedded pictures for training and validation, and their size.
     """
     if data_dir is None and dataset == "twins":
         return TwinSegmentation(split), twins.CLASSES
@@ -245,7 +248,7 @@ def load_split(
         return ShapeSegmentation(count, split, side), ("ground", *CLASSES)
     root = Path(data_dir)
     if not root.is_dir():
-        raise FileNotFoundError(f"`data_dir` {root} is no folder")
+        raise FileNotFoundError(f"`data_dir` {root} is not a folder")
     if not has_class_maps(root):
         return _objects(root, split, skip_bad)
     if (root / "leftImg8bit").is_dir():
@@ -262,7 +265,7 @@ def load_split(
 
 
 def has_class_maps(root: Path) -> bool:
-    """Whether a folder has class maps as files; otherwise they are drawn from masks of objects, if there are any."""
+    """Whether a folder has class maps as files; otherwise they are drawn from masks of objects, if any."""
     return (
         (root / "leftImg8bit").is_dir()
         or find_voc(root, "SegmentationClass") is not None
@@ -272,7 +275,7 @@ def has_class_maps(root: Path) -> bool:
 
 
 def check_segmentation(dataset: SegmentationDataset) -> None:
-    """Raise if a class map has another size than its picture, or a value that is not the data set's."""
+    """Raise if a class map differs in size from its picture, or has a value unknown to the data set."""
     ids, bad = dataset.ids, []
     strange: dict[int, list[str]] = {}  # by value
     known = [*ids, *dataset.ignored]
@@ -301,12 +304,12 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
             more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
             found.append(f"{paths[0]}{more}: class {value}")
         fault = (
-            f"{some(found)}, but there are {len(ids)} ({ids[0]} to {ids[-1]}) "
+            f"{some(found)}, but there are only {len(ids)} classes ({ids[0]} to {ids[-1]}) "
             f"and {' and '.join(map(str, dataset.ignored))} to ignore"
         )
         if dataset.may_ignore and len(strange) == 1:
             [value] = strange
-            fault += f"; if {value} stands for no class, `ignore_label` must be {value}"
+            fault += f"; if {value} stands for no class, use `ignore_label` {value}"
         faults.append(fault)
     count = len(bad) + len(set().union(*strange.values()))
     raise ValueError(
@@ -315,9 +318,9 @@ def check_segmentation(dataset: SegmentationDataset) -> None:
 
 
 def read_class_ids(path: str | Path) -> np.ndarray:
-    """The values of a class map as they are in the file, (H, W) uint8; palettes are left alone."""
+    """Read the values of a class map as they are in the file, (H, W) uint8; palettes are not applied."""
     try:
-        # Nothing else: for some formats, told by a file's content, Pillow starts other programs.
+        # Only these formats: Pillow detects formats by content, and starts other programs for some.
         with opened(path, CLASS_MAP_FORMATS) as picture:
             values = np.asarray(picture)
     except UnreadableImageError as error:
@@ -328,25 +331,25 @@ def read_class_ids(path: str | Path) -> np.ndarray:
     )
     if not fine:
         raise UnreadableImageError(
-            f"{path} is no class map: expected one channel of values up to 255, "
+            f"{path} is not a class map: expected one channel of values up to 255, "
             f"got shape {values.shape} of {values.dtype}"
         )
     return values.astype(np.uint8)
 
 
 def balanced_weights(dataset: SegmentationDataset, classes: int) -> Tensor:
-    """A weight for each class, (classes,), larger for those of few pixels; over the pixels their mean is 1.
+    """A weight for each class, (classes,), larger for those with few pixels; the mean over all pixels is 1.
 
-    With the share s of a class in the pixels that have one, the weight is proportional to 1 / sqrt(s), but at most
-    WEIGHT_RANGE times the smallest. By 1 / s a class of some hundred pixels would weigh as much as the ground, and
-    be seen everywhere.
+    If s is a class's share of the pixels that have a class, its weight is proportional to 1 / sqrt(s), but at
+    most WEIGHT_RANGE times the smallest weight. With 1 / s, a class of some hundred pixels would weigh as
+    much as the background, and would be predicted everywhere.
     """
     counts = np.zeros(256, np.int64)
     for index in range(len(dataset)):
         try:
             counts += np.bincount(dataset.class_map(index).ravel(), minlength=256)
         except UnreadableImageError:
-            continue  # as in training
+            continue  # skipped, as in training
     found = torch.from_numpy(counts[:classes]).double()
     share = found / found.sum().clamp(min=1)
     weights = share.max().clamp(min=1e-9).sqrt() / share.sqrt()
@@ -361,12 +364,12 @@ def train_transform(
     scales: tuple[float, float] = (0.5, 2.0),
     color_jitter: float = 0.0,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Resize, flip and crop at random, and vary the colours.
+    """Random resize, flip, colour changes and crop.
 
     Args:
-        crop: side of the square that is cut out; what lies outside of the picture is ignored.
-        short_side: the picture is resized to this short side, times a random number from ``scales``;
-            None: only cropped.
+        crop: side of the square that is cropped; parts outside of the picture are ignored.
+        short_side: the picture is resized to this short side times a random factor from ``scales``;
+            None: it is not resized.
         color_jitter: see :func:`softfree.data.images.photometric`.
     """
     steps: list[torch.nn.Module] = []
@@ -376,14 +379,14 @@ def train_transform(
     crop_or_pad = v2.RandomCrop(
         crop, pad_if_needed=True, fill={tv_tensors.Mask: IGNORE, "others": 0}
     )
-    # What is padded keeps its colour.
+    # Padding comes last, so that its colour does not change.
     steps += [*photometric(color_jitter), v2.RandomHorizontalFlip(), crop_or_pad]
     return v2.Compose([*steps, v2.ToPureTensor()])
 
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Resize the picture alone to a short side: the metric is taken at the class map's own size."""
+    """Resize only the picture to a short side; the metric is computed at the class map's own size."""
 
     short_side: int | None
 
@@ -394,7 +397,7 @@ class EvalTransform:
 
 
 def collate_segmentation(samples: Iterable[Sample], *, refill: bool = False) -> SegmentationBatch:
-    """Items of one size as a batch; give it to DataLoader as ``collate_fn``.
+    """Turn items of equal size into a batch; a ``collate_fn`` for DataLoader.
 
     Args:
         refill: repeat readable items in place of unreadable ones.
@@ -407,7 +410,7 @@ def collate_segmentation(samples: Iterable[Sample], *, refill: bool = False) -> 
 
 
 def collate_pictures(samples: Iterable[Sample], refill: bool = False) -> SegmentationBatch:
-    """Items of different sizes as a batch of lists."""
+    """Turn items of different sizes into a batch of lists."""
     readable, unreadable = part_readable(samples, refill)
     return SegmentationBatch([x for x, _ in readable], [y for _, y in readable], unreadable)
 
@@ -426,7 +429,7 @@ def _ade20k(root: Path, split: str) -> Split:
 
 
 def _ade20k_names(path: Path) -> tuple[str, ...]:
-    """Names from the table that comes with the set, or numbers where it is missing."""
+    """Class names from the table that comes with the data set, or numbers if it is missing."""
     if not path.is_file():
         return tuple(f"class {i}" for i in range(1, ADE20K_CLASSES + 1))
     rows = _lines(path)[1 : ADE20K_CLASSES + 1]
@@ -456,20 +459,20 @@ def _voc(root: Path, split: str) -> Split:
 
 
 def _objects(root: Path, split: str, skip_bad: bool) -> Split:
-    """Masks of objects, in a layout of :mod:`softfree.data.layouts`."""
+    """Load masks of objects in a layout of :mod:`softfree.data.layouts`."""
     try:
         objects = detection.load_split(str(root), split, masks=None, skip_bad=skip_bad)
     except detection.UnknownLayoutError:
         raise FileNotFoundError(
-            f"`data_dir` {root} has none of the layouts that are known:\n{LAYOUTS}"
+            f"`data_dir` {root} has none of the supported layouts:\n{LAYOUTS}"
         ) from None
     if not objects.masks:
         raise ValueError(
-            f"`data_dir` {root} has boxes alone ({objects.layout} layout), no masks to learn classes of pixels from"
+            f"`data_dir` {root} has boxes but no masks ({objects.layout} layout); segmentation needs masks"
         )
     if len(objects.class_names) >= IGNORE:
         raise ValueError(
-            f"`data_dir` {root} has {len(objects.class_names)} classes, class maps at most {IGNORE - 1}"
+            f"`data_dir` {root} has {len(objects.class_names)} classes, but class maps have at most {IGNORE - 1}"
         )
     return ObjectSegmentation(objects), ("background", *objects.class_names)
 
@@ -479,10 +482,12 @@ def _folders(root: Path, split: str, ignore_label: int) -> Split:
         raise ValueError(f"`ignore_label` must be from 0 to 255, got {ignore_label}")
     names_file = root / "classes.txt"
     if not names_file.is_file():
-        raise FileNotFoundError(f"{names_file} is missing: one class name per line, class 0 first")
+        raise FileNotFoundError(
+            f"{names_file} is missing; it must have one class name per line, class 0 first"
+        )
     names = tuple(line.strip() for line in _lines(names_file) if line.strip())
     if not 0 < len(names) <= IGNORE:
-        raise ValueError(f"{names_file} must name 1 to {IGNORE} classes, it has {len(names)}")
+        raise ValueError(f"{names_file} must name 1 to {IGNORE} classes, got {len(names)}")
     classes = np.arange(256, dtype=np.uint8)
     classes[ignore_label] = IGNORE
     images, class_maps = (find_split(root / name, SPLITS[split]) for name in ("images", "masks"))
@@ -496,13 +501,16 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no readable text: {error}") from error
+        raise ValueError(f"{path} is not readable as text: {error}") from error
 
 
 def _pairs(
     images: Path, class_maps: Path, image_end: str = "", ends: Sequence[str] = (".png",)
 ) -> list[tuple[str, str]]:
-    """Pictures and the class maps of the same name, but for what both end in: the first of ``ends`` there is."""
+    """Pair pictures with the class maps of the same name, except for their endings.
+
+    Class maps end in the first of ``ends`` for which one exists.
+    """
     found = [path for path in image_files(images) if Path(path).stem.endswith(image_end)]
     if not found:
         expected = ", ".join(image_end + extension for extension in EXTENSIONS)
@@ -517,7 +525,7 @@ def _pairs(
     alone = {path for path in image_files(class_maps) if path.endswith(end)}.difference(paths)
     if alone:
         raise FileNotFoundError(
-            f"{len(alone):,} pictures are missing in {images}: there are only the class maps "
+            f"{len(alone):,} pictures are missing in {images}; there are class maps without them: "
             f"{some(sorted(alone))}"
         )
     return list(zip(found, paths, strict=True))

@@ -1,7 +1,7 @@
-"""The embedded set: pictures of shapes on textured ground, with boxes, masks and class maps.
+"""The embedded data set: pictures of shapes on a textured background, with boxes, masks and class maps.
 
-It is drawn when asked for, from a seed, so every dense command runs with no data at all. The same picture
-serves detection, instance and semantic segmentation.
+Pictures are drawn on access, from a seed, so every dense command runs without any files. The same pictures
+are used for detection, instance segmentation and semantic segmentation.
 """
 
 import functools
@@ -13,10 +13,10 @@ from PIL import Image, ImageDraw
 CLASSES = ("circle", "square", "triangle", "star", "cross")
 SPLITS = ("train", "val")
 SIDE = 96
-SHAPES = (1000, 200)  # pictures to train on and to validate with, if nothing else is said
-# Drawn this much larger, then reduced: smooth edges.
+SHAPES = (1000, 200)  # default number of pictures for training and for validation
+# Pictures are drawn this much larger and then reduced, which makes edges smooth.
 _OVERSAMPLING = 4
-# A shape is placed only if it leaves this part of every earlier one to be seen.
+# A shape is placed only if at least this share of every earlier one stays visible.
 _VISIBLE = 0.6
 
 
@@ -30,19 +30,19 @@ class ShapePicture:
 
     @property
     def class_map(self) -> np.ndarray:
-        """(side, side) uint8: 0 for the ground, a shape's label where it is seen."""
+        """(side, side) uint8: 0 for the background, a shape's label where it is visible."""
         painted = np.zeros(self.image.shape[:2], np.uint8)
         for label, mask in zip(self.labels, self.masks, strict=True):
             painted[mask] = label
         return painted
 
 
-# A run asks for the same pictures again and again; one takes 5 ms to draw and 100 kB to keep.
+# A run reads the same pictures again and again; one takes 5 ms to draw and 100 kB to keep.
 @functools.lru_cache(maxsize=4096)
 def draw_shapes(
     index: int, *, split: str = "train", seed: int = 0, side: int = SIDE
 ) -> ShapePicture:
-    """Picture number ``index`` of a split: 1 to 4 shapes, tilted and coloured at random, some overlapping.
+    """Draw picture ``index`` of a split: 1 to 4 shapes, randomly tilted and coloured, some overlapping.
 
     The same arguments give the same picture.
     """
@@ -94,7 +94,7 @@ def _stripes(random: np.random.Generator, side: int) -> np.ndarray:
 
 
 def _outline(shape: str, random: np.random.Generator, side: int) -> np.ndarray:
-    """Corners (n, 2) of a shape wholly inside the picture, x before y."""
+    """Corners (n, 2) of a shape that is completely inside the picture, x before y."""
     radius = side * random.uniform(0.15, 0.3)
     centre = random.uniform(radius, side - radius, 2)
     turn = random.uniform(-np.pi / 8, np.pi / 8)
@@ -106,7 +106,7 @@ def _outline(shape: str, random: np.random.Generator, side: int) -> np.ndarray:
         ) / np.hypot(1, arm)  # fmt: skip
     else:
         corners = {"circle": 48, "square": 4, "triangle": 3, "star": 10}[shape]
-        # The first corner points up, that of a square to the upper right.
+        # The first corner is at the top, that of a square at the upper right.
         first = -np.pi / 4 if shape == "square" else -np.pi / 2
         angles = first + np.arange(corners) * 2 * np.pi / corners
         reach = np.where(np.arange(corners) % 2, 0.45, 1.0) if shape == "star" else 1.0

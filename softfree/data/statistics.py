@@ -1,14 +1,15 @@
-"""What a data set holds, in numbers: the sizes of its samples, the shares of its classes, its objects.
+"""Statistics of a data set: the sizes of its samples, the shares of its classes, its objects.
 
 A split is described by a mapping that json can hold:
 
-    samples        how many
-    width, height, length    {"min", "median", "max"}, of pictures in pixels, of sequences in tokens
-    empty          pictures without an object, or without a pixel of a class but the background
-    objects, crowds, small, medium, large    of detection: by their areas, as COCO has it; crowds are left out of the others
-    ignored        of segmentation: share of the pixels that have no class
+    samples        number of samples
+    width, height, length    {"min", "median", "max"}, in pixels for pictures, in tokens for sequences
+    empty          pictures without an object, or without a pixel of a class other than the background
+    objects, crowds, small, medium, large    detection: counts, with COCO's size ranges; crowds count
+                   only as crowds
+    ignored        segmentation: share of the pixels that have no class
     classes        for each its "name", "count" (pictures, objects, pixels or samples) and "share" of all;
-                   of segmentation also "pictures" that have it
+                   for segmentation also the number of "pictures" that have it
 """
 
 from collections import Counter
@@ -22,15 +23,15 @@ from torch import Tensor
 from softfree.data.detection import CocoDetection
 from softfree.data.images import MapData, Unreadable
 
-# Areas in pixels from which on COCO calls an object medium, and large.
+# Smallest areas in pixels of objects that COCO calls medium and large.
 MEDIUM, LARGE = 32**2, 96**2
-# First classes of these names are where nothing is.
+# A first class with one of these names is the background.
 BACKGROUNDS = ("background", "ground")
 Description = dict[str, Any]
 
 
 class Seen(NamedTuple):
-    """What is kept of a decoded picture: its size and, of a class map, the pixels (256,) of each value."""
+    """What is kept of a decoded picture: its size and, for a class map, the pixel counts (256,) by value."""
 
     width: int
     height: int
@@ -38,7 +39,7 @@ class Seen(NamedTuple):
 
 
 def look(item: Any) -> Seen | Unreadable:
-    """An item of a data set of pictures, once it was decoded."""
+    """Summarize a decoded item of a data set of pictures."""
     if isinstance(item, Unreadable):
         return item
     picture, truth = item
@@ -53,7 +54,7 @@ def look(item: Any) -> Seen | Unreadable:
 def describe_pictures(
     labels: Iterable[int], names: Sequence[str], seen: Sequence[Seen]
 ) -> Description:
-    """Pictures with a class each; ``seen``: those that were decoded, if any."""
+    """Describe pictures with one class each; ``seen`` are those that were decoded, if any."""
     counts = Counter(labels)
     return {
         "samples": counts.total(),
@@ -63,7 +64,7 @@ def describe_pictures(
 
 
 def describe_objects(data: CocoDetection) -> Description:
-    """Pictures with objects, by their annotations."""
+    """Describe pictures with objects, from their annotations."""
     labels = {number: label for label, number in enumerate(data.category_ids)}
     found = data.annotations["annotations"]
     objects = [annotation for annotation in found if not annotation["iscrowd"]]
@@ -84,7 +85,7 @@ def describe_objects(data: CocoDetection) -> Description:
 
 
 def describe_class_maps(count: int, names: Sequence[str], seen: Sequence[Seen]) -> Description:
-    """``count`` pictures with class maps, those of ``seen`` decoded."""
+    """Describe ``count`` pictures with class maps; ``seen`` are those that were decoded."""
     described: Description = {"samples": count, **_sizes(seen)}
     maps = [own.pixels for own in seen if own.pixels is not None]
     if not maps:
@@ -103,7 +104,10 @@ def describe_class_maps(count: int, names: Sequence[str], seen: Sequence[Seen]) 
 
 
 def describe_sequences(samples: Iterable[Any], names: Sequence[str]) -> Description:
-    """Items (tokens, label) of a long-range task; of pairs both have a length, and tokens may have a label each."""
+    """Describe items (tokens, label) of a long-range task.
+
+    Both sequences of a pair count for the length. Each token may have a label.
+    """
     count, labels = 0, Counter[int]()
     lengths: list[int] = []
     for tokens, label in samples:

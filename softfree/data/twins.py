@@ -1,8 +1,8 @@
-"""Twins: which cells occur twice? A task made on the spot that nothing solves without attention.
+"""Twins: which cells occur twice? A generated task that can't be solved without attention.
 
-A sample has 64 cells in random order: 16 random values that occur twice and 32 that occur once. The label of a cell is
-whether it has a twin, which half of the cells do: a cell's value alone says nothing about it, and neither does its
-place. Whoever labels it must compare it with all others.
+A sample has 64 cells in random order: 16 random values that occur twice and 32 that occur once. The label of
+a cell says whether it has a twin, as half of the cells do. Neither the value nor the position of a cell tells
+its label; a model must compare the cell with all others.
 
     values, labels = draw_twins(0, "train")              (64, 8) float32, (64,) int64
     picture, classes = draw_twin_picture(0, "train")     (64, 64, 3) and (64, 64) uint8: 8 x 8 cells
@@ -14,9 +14,9 @@ CELLS = 64
 CHANNELS = 8
 CLASSES = ("single", "twin")
 SPLITS = ("train", "dev", "test")
-# Of each split. Samples are drawn when they are asked for, so many cost no more than few.
+# Samples of each split. They are generated on access, so many cost no more than few.
 COUNTS = (100_000, 256, 1024)
-# Which value is in which cell, before the cells are shuffled: the first 16 occur twice.
+# The index of the value in each cell before shuffling; the first 16 values occur twice.
 _PAIRS = CELLS // 4
 _VALUES = np.concatenate([np.arange(_PAIRS), np.arange(CELLS - _PAIRS)])
 
@@ -24,7 +24,7 @@ _VALUES = np.concatenate([np.arange(_PAIRS), np.arange(CELLS - _PAIRS)])
 def draw_twins(
     index: int, split: str = "train", *, channels: int = CHANNELS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sample number ``index`` of a split: values (64, channels) float32, normal, and labels (64,) int64.
+    """Generate sample ``index`` of a split: normal values (64, channels) float32 and labels (64,) int64.
 
     The same arguments give the same sample.
 
@@ -47,10 +47,10 @@ _CELL = SIDE // 8  # of a cell, which has 2 x 2 patches of one colour each
 
 
 def draw_twin_picture(index: int, split: str = "train") -> tuple[np.ndarray, np.ndarray]:
-    """Picture number ``index`` of a split, (64, 64, 3) uint8, and its class map (64, 64) uint8: 1 for cells with a twin.
+    """Generate picture ``index`` of a split, (64, 64, 3) uint8, and its class map (64, 64) uint8.
 
-    It has 8 x 8 cells of 2 x 2 patches in random colours. A colour alone occurs in many cells, so that counting colours
-    over the picture does not help.
+    The class of cells with a twin is 1. There are 8 x 8 cells of 2 x 2 patches in random colours. Each single
+    colour occurs in many cells, so counting colours over the picture does not help.
     """
     values, labels = draw_twins(index, split, channels=2 * 2 * 3)
     patches = values.reshape(8, 8, 2, 2, 3).swapaxes(1, 2).reshape(16, 16, 3)

@@ -1,4 +1,4 @@
-"""Videos, a frame at a time: read with their times, and written as H.264. Needs PyAV, the extra ``video``.
+"""Videos: read frame by frame with their times, and written as H.264. Needs PyAV (the extra ``video``).
 
 with VideoWriter(Path("drawn.mp4")) as video:
     for frame in read_frames("street.mp4"):
@@ -17,17 +17,17 @@ from PIL import Image
 from softfree.data.images import MAX_PIXELS, UnreadableImageError
 
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
-# Of FFmpeg's formats those that hold pictures themselves. Others are lists of files and addresses to fetch them from.
+# FFmpeg's formats that contain the pictures. Others are lists of files, or of addresses to fetch them from.
 SAFE = {
     "format_whitelist": "asf,avi,m4v,matroska,mov,mp4,mpeg,mpegts,mpegvideo,webm",
     "protocol_whitelist": "file",
 }
-TICK = Fraction(1, 90_000)  # of seconds, in which written frames are timed
-USUAL_RATE = 25  # frames a second of a file that does not say
+TICK = Fraction(1, 90_000)  # seconds, the unit for the times of written frames
+USUAL_RATE = 25  # frames per second, for files that do not specify it
 
 
 class Frame(NamedTuple):
-    """A picture of a video, its number from 0, and how long after the first it is shown."""
+    """A picture of a video, its number from 0, and its time in seconds after the first."""
 
     number: int
     seconds: float
@@ -35,7 +35,7 @@ class Frame(NamedTuple):
 
 
 def is_video(path: str | Path) -> bool:
-    """Whether a file's name is one of a video.
+    """Whether a file name is that of a video.
 
     Example:
         >>> is_video("a/street.MP4"), is_video("street.jpg")
@@ -45,7 +45,7 @@ def is_video(path: str | Path) -> bool:
 
 
 def import_av() -> Any:
-    """PyAV; raises ``ValueError`` with what to install."""
+    """Import PyAV; raise ``ValueError`` with what to install if it is missing."""
     try:
         import av
     except ImportError as error:
@@ -54,7 +54,7 @@ def import_av() -> Any:
 
 
 def count_frames(path: str | Path) -> int | None:
-    """How many frames the file says it has; None if it does not say, or can't be read."""
+    """The number of frames according to the file; None if it does not say, or can't be read."""
     av = import_av()
     with contextlib.suppress(Exception), av.open(str(path), options=SAFE) as container:
         return container.streams.video[0].frames or None
@@ -62,9 +62,9 @@ def count_frames(path: str | Path) -> int | None:
 
 
 def read_frames(path: str | Path) -> Iterator[Frame]:
-    """The frames of a video's first stream, turned upright, one after the other.
+    """Yield the frames of a video's first stream, turned upright.
 
-    Raises :class:`UnreadableImageError` where the file can't be read, or not further.
+    Raises :class:`UnreadableImageError` if the file can't be read, or where it can't be read any further.
     """
     av = import_av()
     number, start = 0, 0.0
@@ -77,13 +77,13 @@ def read_frames(path: str | Path) -> Iterator[Frame]:
             stream.thread_type = "AUTO"
             rate = float(stream.average_rate or USUAL_RATE)
             for frame in container.decode(stream):
-                # It may change on the way.
+                # The size may change within a video.
                 _check_size(frame)
                 seconds = number / rate if frame.time is None else float(frame.time)
-                # The clocks of MPEG streams, and of what was cut out of longer videos, begin anywhere.
+                # The times of MPEG streams, and of parts cut from longer videos, may start anywhere.
                 start = seconds if number == 0 else start
                 picture = frame.to_image()
-                # Phones film in one direction, and note how they were held.
+                # Phones always film in one direction, and record how they were held.
                 if turn := getattr(frame, "rotation", 0):
                     picture = picture.rotate(turn, expand=True)
                 yield Frame(number, seconds - start, picture)
@@ -103,7 +103,10 @@ def _check_size(seen: Any) -> None:
 
 
 class VideoWriter:
-    """Writes pictures as an MP4 file, whole or not at all. Its size is that of the first: others are cut or filled up."""
+    """Writes pictures to an MP4 file, completely or not at all.
+
+    The video has the size of the first picture; others are cropped or padded.
+    """
 
     def __init__(self, path: Path):
         self.path, self.unfinished = path, path.with_name(f".{path.name}.new")
@@ -115,16 +118,16 @@ class VideoWriter:
         return self
 
     def write(self, picture: Image.Image, seconds: float) -> None:
-        """Append a picture that is shown from ``seconds`` on."""
+        """Append a picture that is shown from the time ``seconds`` on."""
         av = import_av()
         if self.stream is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.container = av.open(str(self.unfinished), "w", format="mp4")
-            # All players know H.264; builds of FFmpeg without it have MPEG-4.
+            # All players support H.264; builds of FFmpeg without it have MPEG-4.
             codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
             self.stream = self.container.add_stream(codec, rate=USUAL_RATE)
             self.stream.codec_context.time_base = TICK
-            # Colours are stored for 2 x 2 pixels together.
+            # Sides must be even, because colours are stored for 2 x 2 pixels together.
             self.stream.width, self.stream.height = (side - side % 2 for side in picture.size)
             self.stream.pix_fmt = "yuv420p"
         size = self.stream.width, self.stream.height
@@ -133,7 +136,7 @@ class VideoWriter:
             page.paste(picture)
             picture = page
         frame = av.VideoFrame.from_image(picture)
-        # Times that a damaged file gives may stand still or go back, which no video can.
+        # The times in a damaged file may stand still or go back, but those in a video must increase.
         self.last = max(self.last + 1, round(seconds / TICK))
         frame.pts, frame.time_base = self.last, TICK
         self.container.mux(self.stream.encode(frame))

@@ -1,4 +1,4 @@
-"""What a run does: one loop for every task, its settings, checkpoints, logs and distribution.
+"""Training: one loop for every task, with settings, checkpoints, logs and distribution.
 
-Read engine.py first; classification.py shows what a task gives it.
+Read engine.py first; classification.py is an example of a task.
 """

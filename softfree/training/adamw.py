@@ -1,25 +1,26 @@
-"""AdamW as torch has it, with less for the host to do in a step."""
+"""torch's AdamW with less work for the host in each step."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Of the weights of a group: first and second moments, and steps counted.
+# For the weights of a group: first moments, second moments and step counts.
 Moments = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW; :meth:`advance` is its ``step``, on gradients that the caller has in a list.
+    """torch's fused AdamW; :meth:`advance` does a ``step`` on gradients that the caller holds in a list.
 
-    In each step torch looks up the moments of every weight, sorts all by device and dtype, and counts the steps of
-    each weight apart. Here the lists of the first step are kept, and the counts lie in one tensor, of which the
-    state of a weight has its element. The kernel is torch's, and so are the results and what a checkpoint holds.
+    In each step torch looks up the moments of every weight, groups them by device and dtype, and counts the
+    steps of each weight separately. This class keeps the lists of the first step instead. All step counts are
+    in one tensor, and the state of each weight refers to its element. The kernel is torch's, so the results
+    and the checkpoints are the same.
 
     Attributes:
-        weights: of all groups, in their order.
-        grad_scale: on the device, what gradients are divided by; None: nothing.
-        found_inf: on the device, 1 where the step is to be left out, else 0.
+        weights: the weights of all groups, in order.
+        grad_scale: what gradients are divided by, a tensor on the device; None: they are not divided.
+        found_inf: 1 if the step is to be skipped, else 0, a tensor on the device.
     """
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]):
@@ -27,7 +28,7 @@ class FusedAdamW(torch.optim.AdamW):
         self.weights: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        # Of each group; empty where every step is left to torch.
+        # One entry per group; empty if torch does every step.
         self.held: list[Moments] | None = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -35,14 +36,14 @@ class FusedAdamW(torch.optim.AdamW):
         self.held = None
 
     def advance(self, gradients: list[Tensor]) -> None:
-        """A step on ``gradients``: those of all ``weights`` that have one."""
+        """Do a step on ``gradients``, those of all ``weights`` that have one."""
         complete = len(gradients) == len(self.weights)
         if self.held and complete:
             self._advance(gradients, self.held)
             return
         self.step()
         if self.held is None:
-            # Now or never: the CUDA graph of a later step keeps the addresses.
+            # Only after the first step: the CUDA graph of a later step keeps the addresses.
             self.held = self._hold() if complete else []
 
     def _hold(self) -> list[Moments]:

@@ -7,9 +7,10 @@
                     settings.json       the run's settings
     OUTPUT/best/    the same without state.pt
 
-A checkpoint is written into a hidden folder beside its place, forced to the disk, and renamed. A process
-killed at any moment leaves a whole checkpoint, the old one or the new one. Nothing is pickled. Who reads while a
-run writes gets all files of one checkpoint, and the metadata has checksums that tell damaged ones.
+A checkpoint is written into a hidden folder next to its final place, flushed to disk, and renamed. A process
+killed at any moment leaves a complete checkpoint, either the old one or the new one. Nothing is pickled.
+Reading while a run writes gives all files of one checkpoint, and checksums in the metadata reveal damaged
+files.
 """
 
 import dataclasses
@@ -36,19 +37,20 @@ WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
 METADATA, SETTINGS = "metadata.json", "settings.json"
 CHECKSUMS = "crc32"  # field of the metadata: by name of a file
 CHUNK = 2**24
-# Reads of a checkpoint that a run replaces meanwhile, each time.
+# How often to retry reading a checkpoint that a run keeps replacing.
 MOST_READS = 100
-# What AdamW keeps of a parameter, beside the number of its steps.
+# What AdamW keeps for each parameter besides its step count.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Parts of the settings that say what is trained and on what, and settings in them that a resumed run may change.
+# The parts of the settings that say what is trained and on what data. In these parts, a resumed run may
+# change only the settings in MAY_CHANGE.
 OF_THE_RUN = ("data", "model", "backbone", "detector", "decoder")
 MAY_CHANGE = (
     "data_dir", "strict_data", "data_on_device", "check_data", "skip_bad_annotations", "short_sides",
     "short_side", "max_size", "crop", "scales", "color_jitter", "class_weights", "balance", "window",
     "pretrained_checkpoint", "backbone_checkpoint", "pretrained", "eval_samples",
 )  # fmt: skip
-# Settings that the files name otherwise than the user does.
+# Settings whose name in the files differs from the name that the user types.
 TYPED_AS = {"attention_options": "model_kwargs"}
 
 
@@ -62,7 +64,10 @@ class CheckpointWriteError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder that was read. ``weights`` are those to use: the average where one was kept."""
+    """The content of a checkpoint folder.
+
+    ``weights`` are the ones to use: the moving average if there is one.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -71,7 +76,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """All that a run needs to go on; ``ema`` is None where none was kept."""
+    """Everything that a run needs to continue; ``ema`` is None if no moving average was kept."""
 
     path: Path
     metadata: dict[str, Any]
@@ -112,7 +117,7 @@ def write_checkpoint(
         _sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        # Also frees the space that the half-written files take.
+        # This also frees the space that half-written files take.
         recover(folder)
         kept = f"the checkpoint before it is intact in {folder}" if folder.exists() else "none yet"
         raise CheckpointWriteError(
@@ -122,7 +127,7 @@ def write_checkpoint(
 
 
 def recover(folder: Path) -> None:
-    """Clear what an interrupted write left beside ``folder``, and put the old checkpoint back if need be."""
+    """Remove what an interrupted write left next to ``folder``; put the old checkpoint back if necessary."""
     new, old = _new(folder), _old(folder)
     shutil.rmtree(new, ignore_errors=True)
     if old.exists() and not folder.exists():
@@ -131,7 +136,7 @@ def recover(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, as a whole or not at all, or another file or folder of a run."""
+    """Remove a checkpoint (completely or not at all), or another file or folder of a run."""
     if path.is_dir():
         recover(path)
         path.rename(_new(path))
@@ -142,7 +147,7 @@ def remove(path: Path) -> None:
 
 def locate(path: Path) -> Path:
     """The folder to read for the checkpoint ``path``, also between the two renames of a write."""
-    # The last look is for a write that has ended after the first one.
+    # `path` is tried again in case a write has finished since the first try.
     for folder in (path, _old(path), path):
         if (folder / METADATA).is_file():
             return folder
@@ -154,7 +159,7 @@ def locate(path: Path) -> Path:
     advice = f"; did you mean {near[0]}?" if near else ""
     if not path.exists():
         raise FileNotFoundError(f"no checkpoint at {path}{advice}")
-    raise ValueError(f"{path} is no checkpoint folder (it has no {METADATA}){advice}")
+    raise ValueError(f"{path} is not a checkpoint folder (it has no {METADATA}){advice}")
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -184,7 +189,7 @@ def read_run(path: Path) -> SavedRun:
 
 
 def _undisturbed(path: Path, read: Callable[[Path], Found]) -> Found:
-    """What ``read`` finds in a checkpoint's folder; again if a run has put another in its place meanwhile."""
+    """Return ``read(folder)`` of a checkpoint; read again if a run replaced the checkpoint meanwhile."""
     for _ in range(MOST_READS):
         folder = locate(path)
         before = _identity(folder)
@@ -200,7 +205,7 @@ def _undisturbed(path: Path, read: Callable[[Path], Found]) -> Found:
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Of a folder with what is in it: the number alone may be given to a later one."""
+    """Identify a folder together with its content: the inode alone may be reused by a later folder."""
     try:
         status = folder.stat()
     except OSError:
@@ -209,7 +214,7 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What metadata.json says."""
+    """Read metadata.json of a checkpoint."""
     file = locate(path) / METADATA
     try:
         metadata = read_json(file)
@@ -220,12 +225,12 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def has_ema(folder: Path, metadata: dict[str, Any]) -> bool:
-    """Whether a moving average belongs to a checkpoint, be its file there or lost."""
+    """Whether a checkpoint was written with a moving average, even if the file is now missing."""
     return EMA in metadata.get(CHECKSUMS, {}) or (folder / EMA).is_file()
 
 
 def read_run_settings(folder: Path) -> dict[str, Any]:
-    """The settings, by part, of the run that wrote a checkpoint."""
+    """Read the settings, by part, of the run that wrote a checkpoint."""
     file = folder / SETTINGS
     try:
         settings = read_json(file)
@@ -238,7 +243,7 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
 
 
 def data_settings(path: Path, kind: type[Found]) -> Found:
-    """What the run that wrote a checkpoint was told about its data: ``kind``, a dataclass of its task."""
+    """The data settings of the run that wrote a checkpoint; ``kind`` is the dataclass of its task."""
     folder = locate(path)
     settings = read_run_settings(folder)
     if "data" not in settings:
@@ -267,10 +272,10 @@ def read_weights(path: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a run needs beside the weights to go on."""
+    """Read what a run needs besides the weights to continue."""
     file = locate(path) / STATE
     if not file.is_file():
-        raise ValueError(f"{path} has no {STATE}, so no run can go on from it; use OUTPUT/last")
+        raise ValueError(f"{path} has no {STATE}, so no run can continue from it; use OUTPUT/last")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler met
@@ -282,7 +287,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _check_sum(file: Path) -> None:
-    """Raise if a file is another than the metadata beside it were written with; older ones don't tell."""
+    """Raise if a file differs from its checksum in the metadata; older checkpoints have no checksums."""
     expected = read_metadata(file.parent).get(CHECKSUMS, {}).get(file.name)
     if expected is None:
         return
@@ -292,9 +297,9 @@ def _check_sum(file: Path) -> None:
             found = zlib.crc32(chunk, found)
     if _shown(found) != expected:
         raise ValueError(
-            f"{file} is damaged, or another than was written: its checksum is {_shown(found)}, in "
-            f"{METADATA} {expected!a:.30}; use another checkpoint, or remove {CHECKSUMS!r} there if you "
-            "changed the file"
+            f"{file} is damaged or was changed: its checksum is {_shown(found)}, but {METADATA} says "
+            f"{expected!a:.30}; use another checkpoint, or remove {CHECKSUMS!r} from {METADATA} if you "
+            "changed the file yourself"
         )
 
 
@@ -303,7 +308,7 @@ def _shown(checksum: int) -> str:
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors with numbers that are not finite."""
+    """Names of the tensors that contain non-finite numbers."""
     return [
         name
         for name, tensor in tensors.items()
@@ -314,9 +319,9 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
 def check_optimizer(
     file: Path, state: Any, parameters: Mapping[str, Tensor], without: Collection[str]
 ) -> None:
-    """Raise unless ``state``, of a run's ``state.pt``, is that of an AdamW over ``parameters``.
+    """Raise unless ``state``, read from a run's ``state.pt``, fits an AdamW over ``parameters``.
 
-    ``without`` are parameters that no step had used when it was written.
+    ``without`` names the parameters that no step had used when the file was written.
     """
     entries = state.get("state") if isinstance(state, dict) else None
     if not isinstance(entries, dict):
@@ -350,20 +355,23 @@ def _kind(value: Any) -> str:
 
 
 def check_same_run(folder: Path, settings_json: str) -> None:
-    """Raise if a run with these settings can't go on from ``folder``: it was of another network or other data."""
+    """Raise if a run with these settings can't continue from ``folder``, because network or data differ."""
     made_with = read_run_settings(folder)
     differing = different_settings(made_with, json.loads(settings_json), OF_THE_RUN, MAY_CHANGE)
     if differing:
         raise ValueError(
-            f"{folder} is of a run with {', '.join(differing)}; give the same, or begin anew in another "
-            "`output`"
+            f"{folder} was written by a run with {', '.join(differing)}; use the same settings, or start a "
+            "new run in another `output`"
         )
 
 
 def different_settings(
     found: dict[str, Any], wanted: dict[str, Any], parts: Sequence[str], except_for: Sequence[str]
 ) -> list[str]:
-    """Settings of ``found`` whose value is another in ``wanted``, in those parts of both that are named."""
+    """The settings of ``found``, as the user types them, whose value differs in ``wanted``.
+
+    Only the given ``parts`` are compared, and only settings that both have.
+    """
     return [
         _as_typed(name, value)
         for part in parts
@@ -389,7 +397,8 @@ def check_fits(
 ) -> None:
     """Raise unless ``weights`` have the names and shapes of ``expected``; ``model`` is for the message.
 
-    They must be of the same kind, floating-point or whole; ``exactly``: of the same dtype, and finite.
+    They must also be of the same kind, floating-point or integer. With ``exactly`` they must have the same
+    dtype and be finite.
     """
     problems = [f"{name} is missing" for name in expected if name not in weights]
     problems += [f"{name} is not in the model" for name in sorted(weights) if name not in expected]
@@ -400,7 +409,7 @@ def check_fits(
         if weights[name].shape != tensor.shape
     ]
     problems += [
-        f"{name} is of {weights[name].dtype}, in the model of {tensor.dtype}"
+        f"{name} has dtype {weights[name].dtype}, in the model {tensor.dtype}"
         for name, tensor in common.items()
         if (
             weights[name].dtype != tensor.dtype
@@ -410,8 +419,8 @@ def check_fits(
     ]
     if problems:
         raise ValueError(
-            f"{path} holds weights of another architecture than {model}: {_first(problems)}. Give the model "
-            "and the arguments it was made with"
+            f"{path} holds weights of another architecture than {model}: {_first(problems)}. Use the model "
+            "and the arguments that it was trained with"
         )
     usual = nonfinite(expected) if exactly else ()
     if exactly and (names := [name for name in nonfinite(weights) if name not in usual]):
@@ -424,7 +433,7 @@ def _first(problems: Sequence[str]) -> str:
 
 
 def _some(names: Sequence[str], one: str, several: str) -> str:
-    """The first of some names, with the verb that fits."""
+    """The first of ``names`` and how many more there are, with the matching verb."""
     if len(names) == 1:
         return f"{names[0]} {one}"
     return f"{names[0]} and {len(names) - 1} more {several}"
@@ -439,8 +448,8 @@ def _safetensors(tensors: dict[str, Tensor]) -> bytes:
 def _damaged(file: Path, error: Exception) -> str:
     reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
     return (
-        f"{file} is unreadable, perhaps cut off ({reason}); use another checkpoint, or train anew "
-        "into another `output`"
+        f"{file} is unreadable, perhaps truncated ({reason}); use another checkpoint, or train again "
+        "with another `output`"
     )
 
 

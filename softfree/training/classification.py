@@ -70,22 +70,24 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """What the run reads."""
+    """The data to train and validate on."""
 
     data_dir: str | None = None
-    """folder with train/ and val/, each with one folder of pictures per class, or with these folders alone; none:
-    the embedded digits"""
+    """folder with train/ and val/, each with one folder of pictures per class, or with just the class
+    folders; none: the embedded digits"""
     dataset: str = ""
-    """a data set as timm names it, in --data-dir: torch/cifar10, hfds/NAME, wds/NAME (tar shards)"""
+    """name of a data set in timm's notation, stored in --data-dir: torch/cifar10, hfds/NAME, wds/NAME (tar
+    shards)"""
     val_split: float = 0.0
-    """a folder without val/, with train/ or with the classes themselves: validate on this share of each class
-    (given none: 0.2)"""
+    """for a folder without val/ (with train/ or just the class folders): share of each class to validate on;
+    if not given, 0.2 for such a folder"""
     split_seed: int = 0
-    """with --val-split: another number, another choice of pictures"""
+    """with --val-split: seed that selects the validation pictures"""
     strict_data: bool = False
-    """stop at the first picture that can't be read, instead of leaving it out"""
+    """stop at the first picture that can't be read instead of skipping it"""
     data_on_device: bool = False
-    """keep all pictures, of one size, in the device's memory; crop, resize and mirror them there"""
+    """keep all pictures in the device's memory, and crop, resize and mirror them there; they must have the
+    same size"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,45 +95,46 @@ class ModelSettings:
     """The network and where its weights come from."""
 
     model: str = "softfree_tiny"
-    """any model that timm knows; `softfree models` lists ours"""
+    """any model in timm's registry; `softfree models` lists ours"""
     img_size: int = 224
     """side of the pictures"""
     positions_at: int = 0
-    """our backbones: side of the pictures their positions are laid out for, resized to others; 0: --img-size"""
+    """our backbones: picture size that the position embeddings are made for; they are resized for others;
+    0: --img-size"""
     attention: str = ""
-    """attention in our backbones: softfree, soft, softpp, softmax, linformer, performer, nystromformer, agent or flatten;
-    '': their own"""
+    """attention in our backbones: softfree, soft, softpp, softmax, linformer, performer, nystromformer, agent
+    or flatten; '': the model's own"""
     model_kwargs: tuple[str, ...] = ()
     """further arguments of the model: embed_dims=32,64,96,128 landmarks=conv:49"""
     drop_path: float = 0.0
-    """chance to leave out a block (stochastic depth), rising to this at the last block; 0: the model's own"""
+    """stochastic depth: chance to skip a block, rising to this value at the last block; 0: the model's own"""
     pretrained_checkpoint: str = ""
-    """weights to start from: a checkpoint folder, whose model, arguments and image size are taken unless given, or
-    a .safetensors or .pth file (timm's or the authors')"""
+    """weights to start from: a checkpoint folder, or a .safetensors or .pth file (timm's or the authors'). A
+    folder also sets the model, its arguments and the image size, unless given"""
     pretrained: bool = False
-    """start from the weights that timm fetches for --model, where it knows some"""
+    """start from the pretrained weights that timm downloads for --model, if it has any"""
     freeze: tuple[str, ...] = ()
-    """parameters to leave as they are, by globs: 'stem.*' 'stages.0.*'"""
+    """parameters not to train, as glob patterns: 'stem.*' 'stages.0.*'"""
 
 
 @dataclasses.dataclass(frozen=True)
 class AugmentSettings:
-    """How training pictures and labels are varied, and how test pictures are cut."""
+    """How training pictures and labels are augmented, and how test pictures are cropped."""
 
     scale: tuple[float, float] = (0.08, 1.0)
-    """share of the picture that a random crop takes: least, most"""
+    """share of the picture's area that a random crop takes: minimum, maximum"""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """width over height of a random crop: least, most"""
+    """aspect ratio (width / height) of a random crop: minimum, maximum"""
     hflip: float = 0.5
-    """chance to mirror a picture (0 for data whose classes mirroring changes, such as digits)"""
+    """chance to mirror a picture (0 if mirroring changes the class, as with digits)"""
     color_jitter: float = 0.4
-    """change of brightness, contrast and saturation"""
+    """strength of random changes in brightness, contrast and saturation"""
     aa: str = ""
-    """AutoAugment or RandAugment in timm's words, e.g. rand-m9-mstd0.5-inc1"""
+    """AutoAugment or RandAugment policy in timm's notation, e.g. rand-m9-mstd0.5-inc1"""
     reprob: float = 0.0
     """chance to erase a random rectangle"""
     train_interpolation: str = "random"
-    """bilinear, bicubic, or random"""
+    """interpolation for training: bilinear, bicubic or random"""
     mixup: float = 0.0
     """alpha of mixup; 0: none"""
     cutmix: float = 0.0
@@ -139,7 +142,7 @@ class AugmentSettings:
     smoothing: float = 0.1
     """label smoothing"""
     crop_pct: float = 0.875
-    """test: share of the shorter side that the centre crop takes"""
+    """test pictures: share of the shorter side that the centre crop takes"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +174,8 @@ RECIPES = {
             ),
             run=RunSettings(workers=0, log_interval=10),
         ),
-        # The papers': AdamW, 300 epochs, 10 of them warm-up, cosine, batch 1024, flip, mixup, cutmix; the rest
-        # as timm has it.
+        # The papers' recipe: AdamW, 300 epochs, 10 of them warm-up, cosine, batch 1024, flip, mixup, cutmix;
+        # the rest is timm's default.
         ClassificationSettings(
             "imagenet",
             augment=AugmentSettings(mixup=0.8, cutmix=1.0),
@@ -186,8 +189,8 @@ RECIPES = {
             "short",
             # The positions stay those of 224 x 224, as in the authors' code.
             model=ModelSettings(img_size=128, positions_at=224),
-            # Squares of 0.6 to 1 of the side: with that much of the area instead, objects are never seen large
-            # enough for tests at larger sizes.
+            # Square crops with 0.6 to 1 of the side. With 0.6 to 1 of the area instead, objects are never
+            # seen large enough for tests at larger sizes.
             augment=AugmentSettings(
                 scale=(0.36, 1.0), ratio=(1.0, 1.0), color_jitter=0.0, train_interpolation="bicubic",
                 crop_pct=1.0,
@@ -205,8 +208,8 @@ RECIPES = {
                 layer_decay=0.75, clip_grad=1.0,
             ),
         ),
-        # For hundreds of pictures: small batches, for many steps, and pictures that vary more. Not more than this: in so
-        # few steps a model learns nothing from mixed pictures.
+        # For hundreds of pictures: small batches, for many steps, and stronger augmentation. No mixup or
+        # cutmix: in so few steps a model learns nothing from mixed pictures.
         ClassificationSettings(
             "small",
             model=ModelSettings(img_size=128, drop_path=0.1),
@@ -254,7 +257,7 @@ class Classification(PictureTask):
 
     @classmethod
     def adapt(cls, settings: Any, given: Given) -> Any:
-        """Settings that fit the weights to start from, the length of the run and the number of pictures."""
+        """Fit the settings to the weights to start from, the length of the run and the number of pictures."""
         notes = []
         if "recipe" not in given and settings.recipe == "small":
             notes.append(f"`recipe` small, for fewer than {FEW_PICTURES:,} training pictures")
@@ -282,7 +285,7 @@ class Classification(PictureTask):
         weights = settings.model.pretrained_checkpoint, settings.model.pretrained
         if settings.recipe == "finetune" and not any(weights):
             raise ValueError(
-                "`recipe` finetune needs `pretrained_checkpoint`, the weights to start from, or `pretrained`"
+                "`recipe` finetune needs weights to start from: `pretrained_checkpoint` or `pretrained`"
             )
         if all(weights):
             raise ValueError("`pretrained` and `pretrained_checkpoint` can't be used together")
@@ -352,7 +355,7 @@ class Classification(PictureTask):
     def build_model(self) -> nn.Module:
         given, metadata = self.settings.model, self.metadata()
         if given.drop_path:
-            # Not every model of timm's has the argument.
+            # Not every timm model has the argument.
             metadata["model_kwargs"] = self.model_kwargs | {"drop_path_rate": given.drop_path}
         fetched = given.pretrained and not self.resumes
         with fetching(given.model) if fetched else contextlib.nullcontext():
@@ -366,7 +369,7 @@ class Classification(PictureTask):
         return model
 
     def prepare(self, batch: Batch | Tensor) -> Any:
-        """The batch as it is; its pictures varied where that takes random numbers of the host."""
+        """Return the batch unchanged, or augmented if that needs random numbers from the host."""
         reprob = self.settings.augment.reprob
         if self.mixup is None and not reprob:
             return batch
@@ -378,7 +381,7 @@ class Classification(PictureTask):
         return Varied(images, labels)
 
     def look_up(self, batch: Batch | Tensor) -> "Varied":
-        """Pictures and labels of a batch, or of crops of pictures that are on the device."""
+        """Pictures and labels of a batch, or of crops of pictures that are kept on the device."""
         if isinstance(batch, Tensor):
             return Varied(self.normalize(self.crops(batch[1:]), self.layout), batch[0])
         return Varied(self.normalize(batch.images), batch.labels)
@@ -388,12 +391,12 @@ class Classification(PictureTask):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         images, labels = batch if isinstance(batch, Varied) else self.look_up(batch)
         logits = model(images)
-        if labels.is_floating_point():  # probabilities, smoothed already
+        if labels.is_floating_point():  # probabilities, already smoothed
             return F.cross_entropy(logits, labels), {}
         return smoothed_cross_entropy(logits, labels, self.settings.augment.smoothing), {}
 
     def resident(self, files: ImageDataset, device: torch.device) -> ResidentImages:
-        """The pictures on the device, where the first call puts them."""
+        """The pictures on the device; the first call copies them there."""
         if files not in self.kept:
             self.kept[files] = ResidentImages(files, device, self.settings.run.workers)
         return self.kept[files]
@@ -405,7 +408,7 @@ class Classification(PictureTask):
         return RandomCrops(pictures, self.settings.model.img_size, **self.cropping)
 
     def plan_epoch(self, order: Tensor) -> Tensor:
-        """The labels of the pictures and their crops: (6, n)."""
+        """Labels and crops of the pictures: (6, n)."""
         labels = self.resident(self.files[0], order.device).labels
         return torch.cat([labels[order][None], self.crops.draw(order)])
 
@@ -468,10 +471,10 @@ class Classification(PictureTask):
 def fit_weights(
     settings: ClassificationSettings, given: Given
 ) -> tuple[ClassificationSettings, list[str]]:
-    """Settings that take from the weights to start from what nobody gave, and a line on what that was.
+    """Fill in settings that the user did not give from the weights to start from; also return notes on them.
 
-    A checkpoint folder knows its model, arguments and image size, timm the size of its weights. Little data
-    then changes them as slowly as the recipe `finetune` does.
+    A checkpoint folder sets the model, its arguments and the image size. timm's weights set the image size.
+    With little data (the recipe `small`), epochs and learning rates are then those of `finetune`.
     """
     model = settings.model
     start, changes = model.pretrained_checkpoint, dict[str, Any]()
@@ -505,7 +508,7 @@ def fit_weights(
     if not changes:
         return settings, []
     name, size = settings.model.model, settings.model.img_size
-    return settings, [f"`model` {name}, `img_size` {size}: as the weights of {start} have it"]
+    return settings, [f"`model` {name}, `img_size` {size}: taken from the weights of {start}"]
 
 
 def load_settings_images(data: DataSettings) -> ImageData:
@@ -526,10 +529,10 @@ def load_validation_images(
     strict: bool = False,
     split: str = "val",
 ) -> ImageData:
-    """Pictures to score the checkpoint at ``path`` on: those of its training unless others are given.
+    """Pictures for scoring the checkpoint at ``path``: its own validation pictures unless others are given.
 
-    What its training set aside of a folder without val/ is set aside again; with the ``split`` test, the pictures of
-    test/ stand in the place of these.
+    If training split them off a folder without val/, the same pictures are split off again. With the
+    ``split`` "test", the pictures in test/ take their place.
     """
     recorded = checkpoint.data_settings(path, DataSettings)
     if data_dir is None and not dataset:
@@ -541,11 +544,11 @@ def load_validation_images(
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """``F.cross_entropy`` of logits (b, classes) with ``label_smoothing``, in 7 of torch's calls instead of 21.
+    """``F.cross_entropy`` of logits (b, classes) with ``label_smoothing``, in 7 torch calls instead of 21.
 
-    The host starts each of them, forward and backward, and small models wait for the host.
+    The host launches each of them, forward and backward, and small models wait for the host.
     """
-    # Said here, since autocast asks for it on GPUs alone.
+    # The dtype is explicit because autocast only sets it on GPUs.
     log_probabilities = logits.log_softmax(1, dtype=torch.float32)
     count, classes = logits.shape
     each = smoothing / classes
@@ -555,7 +558,10 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> 
 
 
 def keep_a_bit(transform: Any) -> None:
-    """Let timm's augmentations posterize to 1 bit at least: now and then they ask for 0, which Pillow 13 refuses."""
+    """Make timm's augmentations posterize to at least 1 bit.
+
+    They sometimes use 0, which Pillow 13 refuses.
+    """
     for step in transform.transforms:
         ops = [*getattr(step, "ops", ()), *itertools.chain(*getattr(step, "policy", ()))]
         for op in ops:
@@ -568,15 +574,15 @@ def _posterize(picture: Image.Image, bits: int, **_: Any) -> Image.Image:
 
 
 def check_resident(augment: AugmentSettings) -> None:
-    """Raise if the settings want more than --data-on-device does."""
+    """Raise if the settings ask for augmentation that --data-on-device does not support."""
     if augment.color_jitter or augment.aa:
         raise ValueError(
-            "`data_on_device` crops, resizes and mirrors alone; give `color_jitter` 0 and no `aa` "
+            "`data_on_device` can only crop, resize and mirror; use `color_jitter` 0 and no `aa` "
             f"(got `color_jitter` {augment.color_jitter}, `aa` {augment.aa!r})"
         )
     if augment.train_interpolation not in INTERPOLATIONS:
         raise ValueError(
-            f"`data_on_device` takes `train_interpolation` {', '.join(INTERPOLATIONS)}, "
+            f"`data_on_device` takes as `train_interpolation` {', '.join(INTERPOLATIONS)}; "
             f"got {augment.train_interpolation!r}"
         )
 
@@ -584,7 +590,7 @@ def check_resident(augment: AugmentSettings) -> None:
 def resident_batches(
     resident: ResidentImages, batches: Iterable[Tensor], size: int, preparation: dict[str, Any]
 ) -> Iterator[Batch]:
-    """Batches of test pictures at ``size`` for batches of indices."""
+    """Turn batches of indices into batches of test pictures at ``size``."""
     for indices in batches:
         images = resident.centre_crops(
             indices,
@@ -596,9 +602,9 @@ def resident_batches(
 
 
 class Normalize(nn.Module):
-    """8-bit pictures (b, 3, H, W) to floats with the mean and deviation the model wants.
+    """Convert 8-bit pictures (b, 3, H, W) to floats with the mean and deviation that the model expects.
 
-    Done on the device: a quarter of the bytes travels there.
+    This is done on the device, so that only a quarter of the bytes is copied there.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
@@ -607,7 +613,10 @@ class Normalize(nn.Module):
         self.scale, self.shift = scale, -255 * torch.tensor(mean)[:, None, None] * scale
 
     def forward(self, images: Tensor, layout: torch.memory_format | None = None) -> Tensor:
-        """``layout``: that of the result, if not the pictures' own; they need not be copied for it."""
+        """Normalize; ``layout`` is the memory format of the result (default: that of the pictures).
+
+        It costs no extra copy.
+        """
         if self.scale.device != images.device:
             self.scale, self.shift = self.scale.to(images.device), self.shift.to(images.device)
         images = images.float()
@@ -615,13 +624,13 @@ class Normalize(nn.Module):
         return torch.addcmul(self.shift, images, self.scale, out=out)
 
     def undo(self, images: Tensor) -> Tensor:
-        """The 8-bit pictures that these were, as far as 8 bits hold what was made of them."""
+        """Convert normalized pictures back to 8 bits, as far as 8 bits can represent them."""
         levels = (images.float() - self.shift) / self.scale
         return levels.round().clamp(0, 255).to(torch.uint8)
 
 
 def preparation_of(model: nn.Module, img_size: int) -> dict[str, Any]:
-    """How pictures are prepared for a model, as timm's configuration of it says."""
+    """How pictures are prepared for a model, according to its timm configuration."""
     config = resolve_data_config({}, model=model)
     return {
         "img_size": img_size,
@@ -633,9 +642,9 @@ def preparation_of(model: nn.Module, img_size: int) -> dict[str, Any]:
 
 
 def eval_transform(preparation: dict[str, Any], img_size: int | None = None) -> Any:
-    """From a picture to the 8-bit tensor (3, size, size) that a model is tested with.
+    """The transform from a picture to the 8-bit tensor (3, size, size) that a model is tested with.
 
-    ``preparation`` is a checkpoint's metadata; ``img_size`` another size than it was trained at.
+    ``preparation`` is a checkpoint's metadata; ``img_size`` is a size other than that of its training.
     """
     return create_transform(
         img_size or preparation["img_size"],
@@ -655,7 +664,8 @@ def evaluate_classifier(
 ) -> dict[str, float]:
     """Top-1 and top-5 in percent and the loss, over the batches of all processes.
 
-    ``confusion``, zeros (classes, classes) int64, then counts what is taken for what: row the truth.
+    ``confusion``, zeros (classes, classes) int64, is filled with counts: rows are true classes, columns
+    predicted ones.
     """
     # loss, hits, hits among the first five, samples; float64 counts exactly.
     sums = torch.zeros(4, dtype=torch.float64, device=processes.device)
@@ -691,10 +701,10 @@ def score_classifier(
     confusion: Tensor | None = None,
     **reading: Any,
 ) -> tuple[dict[str, float], list[Unreadable]]:
-    """Scores and throughput at one size, over the pictures of all processes, and what could not be read here.
+    """Scores and throughput at one size over all processes, and this process's unreadable files.
 
-    ``preparation`` is a checkpoint's metadata, ``confusion`` that of :func:`evaluate_classifier`; ``reading`` are
-    keywords of :func:`evaluation`.
+    ``preparation`` is a checkpoint's metadata. ``confusion`` is as in :func:`evaluate_classifier`.
+    ``reading`` are keyword arguments of :func:`evaluation`.
     """
     set_input_size(network, img_size)
     if views != AS_IS:
@@ -714,7 +724,7 @@ def score_classifier(
 
 
 def set_input_size(network: nn.Module, img_size: int) -> None:
-    """Tell a network of a fixed size another one; ours take any."""
+    """Set another input size for a network that has a fixed one; ours take any size."""
     tell = getattr(network, "set_input_size", None)
     if tell is not None:
         tell(img_size=img_size)
@@ -723,7 +733,7 @@ def set_input_size(network: nn.Module, img_size: int) -> None:
 def load_weights_file(
     path: Path, name: str, num_classes: int, kwargs: dict[str, Any], device: torch.device
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model ``name`` with the weights of a file, and how its pictures are prepared."""
+    """Create the model ``name`` with the weights of a file; also return how its pictures are prepared."""
     network = create_network(name, num_classes, img_size=224, kwargs=kwargs)
     loaded = load_pretrained(network, path, name)
     if loaded.replaced or loaded.new:
@@ -739,7 +749,7 @@ def create_network(
     meta: bool = False,
     pretrained: bool = False,
 ) -> nn.Module:
-    """A model of timm's registry, told the size of the pictures if it wants to know."""
+    """Create a model of timm's registry; pass it the size of the pictures if it takes one."""
     check_model_name(name)
     with mistakes_in("model_kwargs"):
         check_arguments(name, kwargs)
@@ -759,7 +769,7 @@ def create_network(
 def parse_model_kwargs(
     words: Sequence[str], argument: str = "model_kwargs", example: str = "depths=1,1,2,1"
 ) -> dict[str, Any]:
-    """Arguments of a model as the user types them; ``argument`` is their name in the message.
+    """Parse arguments of a model as the user types them; error messages call them ``argument``.
 
     Example:
         >>> parse_model_kwargs(["depths=1,1,2,1", "landmarks=conv:49", "mlp_ratio=2.0"])
@@ -778,7 +788,7 @@ def parse_model_kwargs(
 
 
 def format_model_kwargs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Arguments as :func:`parse_model_kwargs` reads them.
+    """Format arguments as :func:`parse_model_kwargs` reads them.
 
     Example:
         >>> format_model_kwargs({"depths": [1, 1, 2, 1], "landmarks": "conv:49", "mlp_ratio": 2.0})
@@ -799,13 +809,13 @@ def format_model_kwargs(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What became of the tensors of a model that starts from a file's; as text, a line that says so.
+    """How the tensors of a model were loaded from a file; ``str()`` gives a one-line summary.
 
     Attributes:
-        taken: taken as they are.
-        resized: position embeddings, resized to the model's.
-        replaced: in the file for other classes, new in the model.
-        new: not in the file.
+        taken: tensors loaded unchanged.
+        resized: position embeddings, resized to the model's size.
+        replaced: tensors that are for other classes in the file, and new in the model.
+        new: tensors that are not in the file.
     """
 
     taken: tuple[str, ...]
@@ -828,10 +838,10 @@ class Loaded:
 def load_pretrained(
     model: nn.Module, path: Path, name: str, class_names: Sequence[str] | None = None
 ) -> Loaded:
-    """Start from weights in a file or a checkpoint folder; return what became of them.
+    """Load weights to start from, out of a file or a checkpoint folder; return which tensors were loaded.
 
-    Reads timm's and the authors' layouts, resizes position embeddings, and leaves the model its new head
-    where the classes differ: their number, or the names ``class_names`` that a checkpoint folder has, too.
+    Reads timm's and the authors' layouts and resizes position embeddings. The model keeps its new head if the
+    classes differ in number, or in their names (``class_names``) where a checkpoint folder records them.
     """
     known = None
     if path.is_dir():

@@ -15,7 +15,7 @@ from torchvision.ops import box_convert
 from softfree.data.coco import Annotations, coco_api, encode_masks, result_entry
 from softfree.training.distributed import Processes, gather
 
-# Places of the figures in COCO's summary.
+# Positions of the figures in COCO's summary.
 FIGURES = {"AP": 0, "AP50": 1, "AP75": 2, "APS": 3, "APM": 4, "APL": 5}
 KINDS = {"box": "bbox", "mask": "segm"}
 MASK_THRESHOLD = 0.5
@@ -25,10 +25,10 @@ class CocoMetrics:
     """Collects detections and computes AP for boxes and, with ``masks``, for masks.
 
     Args:
-        annotations: the truth, content of a COCO file.
+        annotations: the ground truth, the content of a COCO file.
         category_ids: the category of label 1, 2, ...
         masks: whether detections have masks.
-        package: "faster-coco-eval" or "pycocotools"; None: the first there is.
+        package: "faster-coco-eval" or "pycocotools"; None: the first that is installed.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class CocoMetrics:
         self.masks = masks
         self.package = package
         self.results: dict[int, list[dict[str, Any]]] = {}
-        # By kind, of COCO's evaluation: precision (10, 101, categories) and recall (10, categories).
+        # Results of COCO's evaluation by kind: precision (10, 101, categories) and recall (10, categories).
         self.curves: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def update(self, image_ids: Sequence[int], detections: Sequence[dict[str, Tensor]]) -> None:
@@ -56,7 +56,7 @@ class CocoMetrics:
         scores, labels = (
             torch.cat([found[k] for found in detections]) for k in ("scores", "labels")
         )
-        # All numbers come to the host at once: it waits for the device each time.
+        # All numbers are copied to the host at once, because each copy waits for the device.
         columns = [boxes, *(x[:, None] for x in (areas, scores, labels))]
         rows = iter(torch.cat(columns, dim=1).tolist())
         for place, image_id in enumerate(image_ids):
@@ -77,10 +77,10 @@ class CocoMetrics:
             self.results[image_id] = results
 
     def compute(self, processes: Processes) -> dict[str, float]:
-        """``{"box_AP": ..., "box_AP50": ..., ...}`` and the same for masks, in percent; the same everywhere.
+        """``{"box_AP": ..., "box_AP50": ..., ...}`` and the same for masks, in percent.
 
-        A figure for which there is no object, such as APL without large ones, is left out. From here on
-        ``results`` has those of all processes.
+        Equal in all processes. A figure without any objects, such as APL if there are no large ones, is left
+        out. After this call ``results`` has the detections of all processes.
         """
         merged = dict(gather(list(self.results.items()), processes))
         self.results = {image_id: merged[image_id] for image_id in sorted(merged)}
@@ -96,7 +96,7 @@ class CocoMetrics:
         return figures
 
     def objects(self) -> list[int]:
-        """How many there are of each category in the pictures that were looked at; crowds are none."""
+        """The number of objects of each category in the evaluated pictures, not counting crowds."""
         counts = Counter(
             annotation["category_id"]
             for annotation in self.annotations["annotations"]
@@ -105,9 +105,9 @@ class CocoMetrics:
         return [counts[category] for category in self.category_ids]
 
     def of_classes(self, kind: str) -> dict[str, list[float | None]]:
-        """AP, AP50, AP75 and AR (of 100 detections) of each category in percent; None without an object of it.
+        """AP, AP50, AP75 and AR (of 100 detections) of each category in percent; None if it has no objects.
 
-        Of what :meth:`compute` has evaluated, for the ``kind`` "box" or "mask".
+        These are results of :meth:`compute`, which must be called first; ``kind`` is "box" or "mask".
         """
         objects = self.objects()
         precision, recall = self.curves.get(
@@ -125,11 +125,13 @@ class CocoMetrics:
         }
 
     def confusion(self, min_score: float, least_overlap: float = 0.5) -> np.ndarray:
-        """(n + 1, n + 1) counts: row the object's category, column the detection's; the last is the background.
+        """Confusion matrix (n + 1, n + 1): rows are the objects' categories, columns the detections'.
 
-        Boxes are compared, whatever their categories. Detections of at least ``min_score``, the most certain first,
-        take the free object that they overlap most, with an IoU of at least ``least_overlap``. Objects that none
-        takes are in the last column, detections that take none in the last row; those in a crowd count nowhere.
+        The last row and column are the background. Boxes are matched regardless of their categories.
+        Detections with at least ``min_score`` are taken in order of decreasing score. Each is matched to the
+        free object that it overlaps most, with an IoU of at least ``least_overlap``. Unmatched objects are in
+        the last column and unmatched detections in the last row. Unmatched detections inside a crowd are not
+        counted.
         """
         place = {category: number for number, category in enumerate(self.category_ids)}
         background = len(place)
@@ -161,8 +163,8 @@ class CocoMetrics:
         return counts
 
     def entries(self) -> list[dict[str, Any]]:
-        """The detections as COCO's results have them, for a file that ``loadRes`` of its tools takes."""
-        # Only what the format has: its tools find the area themselves.
+        """The detections in COCO's results format, which its tools read with ``loadRes``."""
+        # Only the fields of the format: its tools compute the area themselves.
         return [
             {name: value for name, value in row.items() if name != "area"}
             for rows in self.results.values()
@@ -180,7 +182,7 @@ class CocoMetrics:
             truth = api.COCO()
             truth.dataset = dict(info={}, licenses=[], **_copy(self.annotations))
             truth.createIndex()
-            # Not by loadRes, which decodes every mask for the area and the box that are known.
+            # loadRes is not used: it decodes every mask to find its area and box, which are known here.
             found = api.COCO()
             found.dataset = {
                 **truth.dataset,
@@ -192,13 +194,13 @@ class CocoMetrics:
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
-        # Objects of all sizes, and the most detections of a picture: 100.
+        # Objects of all sizes, and the highest limit on detections per picture: 100.
         precision, recall = (np.asarray(evaluation.eval[name]) for name in ("precision", "recall"))
         self.curves[kind] = precision[:, :, :, 0, -1], recall[:, :, 0, -1]
         return evaluation.stats
 
     def _entry(self, kind: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
-        """A detection as the packages want it; small, medium and large go by its area."""
+        """A detection in the form that the packages take; its area decides on small, medium or large."""
         entry = {**row, "id": number, "iscrowd": 0}
         if kind == "bbox" and self.masks:
             _, _, width, height = row["bbox"]
@@ -210,7 +212,7 @@ class CocoMetrics:
 def _overlaps(
     one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Areas that boxes x, y, width, height share, (n, m), and those of each."""
+    """Areas of the intersections (n, m) of boxes (x, y, width, height), and the areas of the boxes."""
     a, b = (np.array([row["bbox"] for row in rows], float).reshape(-1, 4) for rows in (one, other))
     low = np.maximum(a[:, None, :2], b[:, :2])
     high = np.minimum(a[:, None, :2] + a[:, None, 2:], b[:, :2] + b[:, 2:])
@@ -218,8 +220,8 @@ def _overlaps(
 
 
 def _copy(annotations: Annotations) -> dict[str, Any]:
-    # The packages write into the entries they are given. They take an object of id 0 for none, and of those
-    # with the same id the last: ids are given anew.
+    # The packages modify the entries they are given. They treat an object with id 0 as missing, and keep only
+    # the last of several with the same id, so new ids are assigned here.
     return {
         "images": [dict(image) for image in annotations["images"]],
         "annotations": [

@@ -1,10 +1,10 @@
-"""What is taken for what: counts of (truth, prediction), and what they say of each class."""
+"""Confusion matrices: counts of (truth, prediction), and the scores of each class computed from them."""
 
 from torch import Tensor
 
 
 def add_pairs(counts: Tensor, truth: Tensor, predicted: Tensor) -> None:
-    """Add pairs of classes to ``counts`` (classes, classes) int64: row the truth, column the prediction.
+    """Add pairs of classes to ``counts`` (classes, classes) int64: rows are the truth, columns predictions.
 
     Example:
         >>> import torch
@@ -18,11 +18,11 @@ def add_pairs(counts: Tensor, truth: Tensor, predicted: Tensor) -> None:
 
 
 def class_scores(counts: Tensor) -> dict[str, list[float]]:
-    """In percent, one value for each class: of its row's r, its column's c and its hits h in ``counts``
+    """Scores of each class in percent. With the row sum r, the column sum c and the hits h in ``counts``:
 
         precision h / c, recall h / r, F1 2 h / (r + c), IoU h / (r + c - h)
 
-    NaN where that is 0 / 0: a class that never occurs has no recall.
+    A score is NaN where this is 0 / 0: a class that never occurs has no recall.
 
     Example:
         >>> import torch

@@ -25,17 +25,19 @@ class BackboneSettings:
     """The backbone and where its weights come from."""
 
     model: str = "softfree_tiny"
-    """any model of timm's with maps at 1/4, 1/8, 1/16 and 1/32: softfree_*, softpp_*, swin_*, pvt_v2_*, resnet*"""
+    """any timm model with feature maps at 1/4, 1/8, 1/16 and 1/32: softfree_*, softpp_*, swin_*, pvt_v2_*,
+    resnet*"""
     model_kwargs: tuple[str, ...] = ()
     """further arguments of the backbone: embed_dims=32,64,96,128 img_size=512 drop_path_rate=0.1"""
     landmarks: str = ""
-    """of softfree's backbones: conv:49 is at most 49 at any size, conv the papers' fixed stride; '': 49, or average:128 of softfree_*"""
+    """landmarks of our backbones: conv:49 gives at most 49 at any size, conv is the papers' fixed stride;
+    '': conv:49, or average:128 for softfree_*"""
     backbone_checkpoint: str = ""
     """weights to start the backbone from: a checkpoint folder, a .safetensors or a .pth file"""
     pretrained: bool = False
-    """start the backbone from the weights that timm fetches for --model, where it knows some"""
+    """start the backbone from the pretrained weights that timm downloads for --model, if it has any"""
     frozen_bn: bool = False
-    """keep the backbone's batch norms as they are in the weights it starts from"""
+    """freeze the backbone's batch norms at the values of the weights it starts from"""
 
     def arguments(self) -> dict[str, Any]:
         """``backbone_kwargs`` for the models of softfree.detection and softfree.segmentation."""
@@ -53,17 +55,18 @@ class BackboneSettings:
 SMALL_BACKBONE = (
     "embed_dims=32,64,128,192", "num_heads=2,4,8,12", "depths=1,1,2,1", "img_size=96",
 )  # fmt: skip
-# Of the recipes `small`: counted in steps, so that hundreds of pictures are seen often and thousands take no longer.
+# For the recipes `small`. The length is in steps, so that hundreds of pictures are seen often and thousands
+# take no longer.
 SMALL_OPTIM = OptimSettings(
     batch_size=8, steps=3000, warmup_steps=200, warmup_lr=1e-6, lr=3e-4, min_lr=1e-6, weight_decay=0.05,
     clip_grad=1.0,
 )  # fmt: skip
-# Both: the share of brightness, contrast and saturation that changes, and of the size.
+# Both the colours (brightness, contrast, saturation) and the size of the pictures vary.
 SMALL_JITTER: dict[str, Any] = dict(color_jitter=0.4, scales=(0.5, 2.0))
 
 
 def check_variation(scales: tuple[float, float], color_jitter: float) -> None:
-    """Refuse what no picture can be resized to or coloured by."""
+    """Raise if pictures can't be resized or coloured by these values."""
     low, high = scales
     if not 0 < low <= high:
         raise ValueError(f"`scales` must be above 0 and in order, got {low:g} {high:g}")
@@ -72,26 +75,34 @@ def check_variation(scales: tuple[float, float], color_jitter: float) -> None:
 
 
 def has_fewer_files(data_dir: str, count: int) -> bool:
-    """Whether a folder has fewer training pictures than ``count``, by its files: annotations may be long."""
-    # No class maps beside the pictures.
+    """Whether a folder has fewer training pictures than ``count``.
+
+    Counts files, as annotations may be long.
+    """
+    # Only folders of pictures, not those of class maps.
     folders = (Path(data_dir) / name for name in ("images", "JPEGImages"))
     return has_fewer(str(next(filter(Path.is_dir, folders), data_dir)), count)
 
 
+def is_pyramid(model: str) -> bool:
+    """Whether a model's name is that of one of our pyramids."""
+    return model.startswith(("softfree_", "soft_", "softpp_")) and "vit" not in model
+
+
 class DenseTask(PictureTask):
-    """A backbone with a head for boxes, masks or pixels. ``build`` takes ``backbone_checkpoint``, too."""
+    """A backbone with a head for boxes, masks or pixels. ``build`` also takes ``backbone_checkpoint``."""
 
     settings: Any
 
     @classmethod
     @abstractmethod
     def has_fewer(cls, data_dir: str, count: int) -> bool:
-        """Whether a folder has fewer training pictures than ``count``; False where it can't be told."""
+        """Whether a folder has fewer training pictures than ``count``; False if that can't be determined."""
 
     @classmethod
     @abstractmethod
     def count_samples(cls, data_dir: str) -> int:
-        """Training pictures of a folder; raises as a run would."""
+        """The number of training pictures in a folder; raises the same errors as a run."""
 
     @classmethod
     def usual_recipe(cls, given: Given) -> str:
@@ -103,19 +114,17 @@ class DenseTask(PictureTask):
 
     @classmethod
     def adapt(cls, settings: Any, given: Given) -> Any:
-        """Length and batch are fitted; a backbone other than our pyramids loses a recipe's arguments, which they alone take.
+        """Fit the run's length, the batch size and the backbone's arguments to what the user gave.
 
-        Of the batch only that of `small`: for other recipes, too little data is an error.
+        The batch size is only fitted in the recipe `small`; in other recipes, too little data is an error.
+        The recipe's ``model_kwargs`` are dropped for backbones other than our pyramids, which don't take
+        them.
         """
         notes = []
         if "recipe" not in given and settings.recipe == "small":
             notes.append(f"`recipe` small, for fewer than {FEW_PICTURES:,} training pictures")
         backbone = settings.backbone
-        pyramid = (
-            backbone.model.startswith(("softfree_", "soft_", "softpp_"))
-            and "vit" not in backbone.model
-        )
-        if not pyramid and "model_kwargs" not in given:
+        if not is_pyramid(backbone.model) and "model_kwargs" not in given:
             backbone = dataclasses.replace(backbone, model_kwargs=())
         optim = fit_length(settings.optim, cls.usual_length(settings), given)
         data_dir = settings.data.data_dir
@@ -124,7 +133,7 @@ class DenseTask(PictureTask):
                 optim,
                 lambda most: cls.has_fewer(data_dir, most),
                 lambda: cls.count_samples(data_dir),
-                least=2,  # batch norms see one value of a picture
+                least=2,  # a batch norm may see only one value per picture
             )
             notes += fitted
         say_fitted(notes)
@@ -132,7 +141,7 @@ class DenseTask(PictureTask):
 
     @classmethod
     def usual_length(cls, settings: Any) -> OptimSettings:
-        """The length of the recipe that was chosen."""
+        """The optimizer settings of the chosen recipe, which set the usual length of the run."""
         return cls.recipes[settings.recipe].optim
 
     def build_model(self) -> nn.Module:
@@ -151,7 +160,7 @@ class DenseTask(PictureTask):
 
 @contextlib.contextmanager
 def any_sizes() -> Iterator[None]:
-    """Around passes over pictures of many sizes: cuDNN does not time its algorithms anew for each size."""
+    """Context for passes over pictures of many sizes, in which cuDNN does not benchmark each size."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     try:

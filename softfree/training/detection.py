@@ -48,7 +48,7 @@ from softfree.training.parameters import parameter_groups
 from softfree.training.settings import OptimSettings, RunSettings
 
 DETECTORS = {"retinanet": retinanet, "mask-rcnn": mask_rcnn}
-# Torchvision's names, shorter, and the same for both detectors.
+# Shorter names for torchvision's losses, the same for both detectors.
 LOSSES = {
     "classification": "class",
     "bbox_regression": "box",
@@ -58,35 +58,35 @@ LOSSES = {
     "loss_objectness": "object",
     "loss_rpn_box_reg": "rpn_box",
 }
-# Less certain objects are not drawn.
+# Objects with a lower score are not drawn.
 DRAWN_SCORE = 0.3
 DetectorName = Literal["retinanet", "mask-rcnn"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DetectionDataSettings:
-    """What the run reads, and how pictures are resized, cut and varied."""
+    """The data, and how pictures are resized, cropped and augmented."""
 
     data_dir: str | None = None
     """folder in the layout of COCO (annotations/instances_train2017.json, ...), Roboflow, PASCAL VOC or YOLO
     (data.yaml); none: the embedded shapes"""
     skip_bad_annotations: bool = False
-    """leave out annotations that can't be used, such as boxes without area, instead of an error"""
+    """skip annotations that can't be used, such as boxes without area, instead of raising an error"""
     short_sides: tuple[int, ...] = (800,)
-    """training: the short side is resized to one of these, at random"""
+    """training: the short side is resized to a random one of these"""
     short_side: int = 800
     """evaluation: short side"""
     max_size: int = 1333
     """no side becomes longer than this"""
     scales: tuple[float, float] = (1.0, 1.0)
-    """training: both sides are multiplied by a random number from here to here"""
+    """training: range of the random factor that both sides are multiplied by"""
     crop: int = 0
-    """training: side of the square that is cut out at random then, with an object in it if there is one; 0: none"""
+    """training: side of a random square crop after that, with an object in it if there is one; 0: no crop"""
     color_jitter: float = 0.0
-    """training: change of brightness, contrast and saturation"""
+    """training: strength of random changes in brightness, contrast and saturation"""
     balance: float = 0.0
-    """training: show pictures of rare classes more often, those in less than this share of the pictures; 0: each once
-    an epoch"""
+    """training: repeat pictures of rare classes, those in less than this share of the pictures; 0: show each
+    picture once per epoch"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class DetectorSettings:
     head_norm: bool = False
     """retinanet: GroupNorm in the heads; helps training from scratch"""
     proposals: int = 512
-    """mask-rcnn: regions of a picture that train the box head"""
+    """mask-rcnn: number of regions per picture that train the box head"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class DetectionSettings:
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
-# The paper's: AdamW, learning rate 1e-4, weight decay 0.01, batch 16; drops as in MMDetection.
+# The paper's settings: AdamW, learning rate 1e-4, weight decay 0.01, batch 16; drops as in MMDetection.
 _PAPER = OptimSettings(
     batch_size=16, lr=1e-4, weight_decay=0.01, sched="multistep", warmup_lr=1e-7, warmup_steps=500,
     clip_grad=35.0,
@@ -155,7 +155,7 @@ RECIPES = {
         ),
     )
 }  # fmt: skip
-# A step of Mask R-CNN takes several times as long as one of RetinaNet, and teaches more.
+# A step of Mask R-CNN takes several times as long as one of RetinaNet, but the model learns more from it.
 MASK_RCNN_SHAPES_STEPS = 800
 
 
@@ -166,7 +166,7 @@ class Detection(DenseTask):
     recipes = RECIPES
     headline = ("box_AP", "mask_AP")
     make_batch = staticmethod(collate_detection)
-    sizes_vary = True  # of pictures, and the number of regions of the mask head
+    sizes_vary = True  # sizes of pictures, and the number of regions for the mask head
 
     @classmethod
     def usual_length(cls, settings: DetectionSettings) -> OptimSettings:
@@ -239,7 +239,7 @@ class Detection(DenseTask):
             backbone_kwargs=backbone.arguments(),
         )
         if self.masks:
-            # Torchvision's own numbers stand in the same proportion to its 512.
+            # The same proportions as between torchvision's own numbers and its 512.
             arguments |= dict(
                 box_batch_size_per_image=detector.proposals,
                 rpn_batch_size_per_image=detector.proposals // 2,
@@ -259,7 +259,10 @@ class Detection(DenseTask):
         }
 
     def order(self, samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
-        """The order of an epoch: a batch's pictures are all wide or all tall, those of rare classes come again."""
+        """The order of an epoch: all pictures of a batch are wide or all are tall.
+
+        Rare classes are repeated.
+        """
         data, share = self.data.train, self.settings.data.balance
         shown = [*range(samples)]
         if share:
@@ -310,9 +313,9 @@ class Detection(DenseTask):
 
 
 def for_evaluation(data: CocoDetection, short_side: int, max_size: int) -> Subset:
-    """The pictures with their ids alone, in an order in which those that :func:`detect` takes together meet.
+    """The pictures with only their ids, ordered so that those of equal size are adjacent: they share a pass.
 
-    The metric has the truth: no mask need be decoded.
+    The ground truth is already in the metric, so no mask has to be decoded.
     """
     bare = copy.copy(data)
     bare.masks, bare.transform = False, _image_and_id
@@ -334,7 +337,7 @@ def evaluate_detector(
     masks: bool,
     processes: Processes,
 ) -> dict[str, float]:
-    """COCO's figures in percent over the batches of all processes, each picture counted once."""
+    """Compute COCO's metrics in percent over the batches of all processes, counting each picture once."""
     return collect_detections(model, batches, data, masks).compute(processes)
 
 
@@ -345,7 +348,7 @@ def collect_detections(
     masks: bool,
     views: Views = AS_IS,
 ) -> CocoMetrics:
-    """What the detector finds in the batches of this process, to be scored."""
+    """Run the detector on the batches of this process; return its detections, ready to be scored."""
     metrics = CocoMetrics(data.annotations, data.category_ids, masks=masks)
     for batch in batches:
         if batch.image_ids:
@@ -356,10 +359,10 @@ def collect_detections(
 def detect(
     model: nn.Module, images: Sequence[Tensor], views: Views = AS_IS
 ) -> list[dict[str, Tensor]]:
-    """What the detector finds in 8-bit pictures (3, H, W).
+    """Detect objects in 8-bit pictures (3, H, W).
 
-    Of what it finds in several views of a picture, the most certain of those that overlap is kept, by the
-    detector's own limits.
+    With several views of a picture, the most certain of overlapping detections is kept. The limits for this
+    are the detector's own.
     """
     if views == AS_IS:
         return _detect_once(model, images)
@@ -368,7 +371,7 @@ def detect(
 
 
 def _detect_views(model: nn.Module, image: Tensor, views: Views) -> Iterator[dict[str, Tensor]]:
-    """What is found in each view of a picture, in the picture's own coordinates."""
+    """The detections in each view of a picture, in the picture's own coordinates."""
     transform: Any = model.transform
     usual = transform.min_size[-1], transform.max_size
     try:
@@ -381,7 +384,7 @@ def _detect_views(model: nn.Module, image: Tensor, views: Views) -> Iterator[dic
 
 
 def mirror_objects(found: dict[str, Tensor], width: int) -> dict[str, Tensor]:
-    """What was found in the mirror image of a picture of this width, as it lies in the picture."""
+    """Map detections in the mirror image of a picture of this width back to the picture."""
     left, top, right, bottom = found["boxes"].unbind(1)
     turned = {"boxes": torch.stack([width - right, top, width - left, bottom], dim=1)}
     if "masks" in found:
@@ -401,23 +404,26 @@ def _merge(model: nn.Module, views: Iterable[dict[str, Tensor]]) -> dict[str, Te
 
 
 def scaled_size(min_size: int, max_size: int, short_side: int | None) -> tuple[int, int]:
-    """Sizes for another short side: the longest side grows with it, or it would hold it down."""
+    """Both sizes for another short side.
+
+    The maximum grows with it; otherwise it would limit the short side.
+    """
     if short_side is None:
         return min_size, max_size
     return short_side, round(short_side * max_size / min_size)
 
 
 def set_size(model: nn.Module, short_side: int, max_size: int) -> None:
-    """Let a detector see pictures at this short side, the longer one at most ``max_size``."""
+    """Make a detector resize pictures to this short side, with the longer side at most ``max_size``."""
     transform: Any = model.transform
     transform.min_size, transform.max_size = (short_side,), max_size
 
 
 def _detect_once(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    """Pictures that the detector sees at one size go through it together.
+    """Run the detector on pictures; those that it resizes to the same size go through it together.
 
-    Pictures of a batch are padded to the largest, and attention over the whole map sees the padding: what is
-    found in one would depend on the sizes of the others.
+    A batch is padded to its largest picture, and attention over the whole map sees the padding. If sizes were
+    mixed, the detections in one picture would depend on the sizes of the others.
     """
     transform: Any = model.transform
     places: dict[tuple[int, int], list[int]] = {}

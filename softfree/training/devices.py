@@ -1,4 +1,4 @@
-"""The device that a flag asks for; batches and precision on it."""
+"""Choosing the device, moving batches to it, and its precision."""
 
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ DEFAULT_AMP = {"cpu": "none", "cuda": "bfloat16"}
 
 def choose_device(name: str) -> torch.device:
     """The device behind a value of --device (auto, cuda, cuda:1, cpu), if this machine has it."""
-    # A driver that is too old has devices, too, but none can be used.
+    # With a driver that is too old, devices are counted but can't be used.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if gpus else "cpu"
@@ -26,7 +26,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
-    """A batch of tensors in tuples, lists and dicts, on the device; what is no tensor stays."""
+    """Move a batch of tensors in tuples, lists and dicts to the device; other values stay as they are."""
 
     def move(tensor: Tensor) -> Tensor:
         images = channels_last and tensor.ndim == 4
@@ -37,6 +37,6 @@ def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> 
 
 
 def autocast(name: str, device: torch.device) -> torch.autocast:
-    """Autocast as a value of --amp-dtype asks for."""
+    """The autocast context for a value of --amp-dtype."""
     dtype = AMP_DTYPES[DEFAULT_AMP[device.type] if name == "auto" else name]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)

@@ -1,6 +1,7 @@
-"""Processes: who takes part, how a model is spread over them, how they agree. One process needs none of it.
+"""Several processes: which take part, how a model is distributed, how they agree.
 
-torchrun tells each process its place through the environment. GPUs talk through NCCL, CPUs through gloo.
+One process needs none of it. torchrun tells each process its place through the environment. GPUs communicate
+through NCCL, CPUs through gloo.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ LAYER_LISTS = ("blocks", "layers")
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """This process among all: its number, their count, its device, and what torchrun keeps for them."""
+    """This process among all: its rank, the number of processes, its device, and torchrun's store."""
 
     rank: int
     count: int
@@ -48,7 +49,7 @@ class Processes:
 
 @contextlib.contextmanager
 def join_processes(device: str = "auto") -> Iterator[Processes]:
-    """This process's place among those torchrun started, or alone; ``device`` is auto, cuda or cpu."""
+    """Join the processes that torchrun started, or run alone; ``device`` is auto, cuda or cpu."""
     place = choose_device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Processes(0, 1, place)
@@ -57,38 +58,40 @@ def join_processes(device: str = "auto") -> Iterator[Processes]:
     if kind == "cuda":
         place = torch.device(kind, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
-    # Both backends: flags and file names are agreed on without the GPU having to wait.
+    # Both backends, so that agreeing on flags and file names does not make the GPU wait.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     store, rank, count = next(iter(rendezvous("env://")))
-    # torchrun's store outlives a restart. Without a prefix a process would find the addresses of the dead.
+    # torchrun's store survives a restart. Without a prefix a process would find the addresses of dead
+    # processes.
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend, store=dist.PrefixStore(f"life{life}", store), rank=rank, world_size=count
     )
     try:
         yield Processes(rank, count, place, store)
-        # Together: a process that leaves early takes its connections with it.
+        # Leave together: a process that leaves early closes its connections to the others.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
 def note_begun(processes: Processes) -> None:
-    """Leave word, for processes that torchrun starts again, that the run had begun."""
+    """Record that the run has begun, for processes that torchrun restarts."""
     if processes.store is not None:
         processes.store.set(BEGUN, "yes")
 
 
 def restarted(processes: Processes) -> bool:
-    """Whether torchrun started this process again after a run that had begun.
+    """Whether torchrun restarted this process after the run had begun.
 
-    A process that refused its arguments is started again, too: its second life must refuse them as well.
+    torchrun also restarts a process that rejected its arguments. The restarted process must reject them
+    again.
     """
     return processes.store is not None and processes.store.check([BEGUN])
 
 
 def shard(model: nn.Module) -> None:
-    """FSDP2, in place: each layer's weights are shared out and gathered when the layer runs."""
+    """Apply FSDP2 in place: each layer's weights are sharded, and gathered when the layer runs."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in LAYER_LISTS and isinstance(
             module, (nn.ModuleList, nn.Sequential)
@@ -99,11 +102,11 @@ def shard(model: nn.Module) -> None:
 
 
 def replicate(model: nn.Module, processes: Processes) -> nn.Module:
-    """DDP around ``model``: each process has all weights, gradients are averaged."""
+    """Wrap ``model`` in DDP: each process has all weights, gradients are averaged."""
     return DistributedDataParallel(
         model,
         device_ids=[processes.device.index] if processes.device.type == "cuda" else None,
-        # Statistics of batch norms are averaged before they are used, see average_buffers.
+        # Batch norm statistics are averaged before they are used, see average_buffers.
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
@@ -111,7 +114,7 @@ def replicate(model: nn.Module, processes: Processes) -> nn.Module:
 
 @contextlib.contextmanager
 def gradients_stay_local(model: nn.Module, local: bool) -> Iterator[None]:
-    """Leaves out the exchange of gradients, for all but the last of accumulated passes."""
+    """Skip the exchange of gradients if ``local``: in all accumulated passes except the last."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(not local)
     if local and isinstance(model, DistributedDataParallel):
@@ -122,7 +125,7 @@ def gradients_stay_local(model: nn.Module, local: bool) -> Iterator[None]:
 
 
 def average_buffers(model: nn.Module, processes: Processes) -> None:
-    """The mean of the processes' floating-point buffers (statistics of batch norms), in each of them."""
+    """Average the floating-point buffers (batch norm statistics) over the processes, in place."""
     if processes.count == 1:
         return
     for buffer in model.buffers():
@@ -139,7 +142,7 @@ def total(values: Tensor, processes: Processes) -> Tensor:
 
 
 def gather(values: list[Any], processes: Processes) -> list[Any]:
-    """The processes' lists in one."""
+    """Concatenate the lists of all processes."""
     if processes.count == 1:
         return values
     parts: list[Any] = [None] * processes.count
@@ -148,14 +151,14 @@ def gather(values: list[Any], processes: Processes) -> list[Any]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be shared out, as an ordinary one."""
+    """Convert a tensor that may be sharded to an ordinary one."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Agreement:
     """Flags that any process may raise and all must act on at the same step.
 
-    The exchange runs beside the next step, so with several processes the answer is one step old.
+    The exchange runs during the next step, so with several processes the answer is one step old.
     """
 
     def __init__(self, processes: Processes):
@@ -163,7 +166,7 @@ class Agreement:
         self.pending: tuple[Any, Tensor] | None = None
 
     def exchange(self, *flags: bool) -> tuple[bool, ...]:
-        """Give this process's flags, get those that some process raised."""
+        """Send this process's flags; return those that any process raised."""
         if self.processes.count == 1:
             return flags
         agreed = self.finish() or (False,) * len(flags)
@@ -172,7 +175,7 @@ class Agreement:
         return agreed
 
     def finish(self) -> tuple[bool, ...] | None:
-        """Wait for the exchange under way, if there is one."""
+        """Wait for the pending exchange, if there is one."""
         if self.pending is None:
             return None
         work, values = self.pending
@@ -181,7 +184,7 @@ class Agreement:
         return tuple(bool(value) for value in values)
 
 
-# Whole tensors under the plain model's names: the same file serves one process, DDP and FSDP2.
+# Whole tensors under the plain model's names, so that one file works for one process, DDP and FSDP2.
 _WHOLE = StateDictOptions(full_state_dict=True)
 _WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # Parameters that no step has used yet have no state.
@@ -189,24 +192,27 @@ _WHOLE_IF_THERE = StateDictOptions(full_state_dict=True, strict=False)
 
 
 def get_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole weights and buffers. With FSDP2 all processes must call it."""
+    """Get the whole weights and buffers. With FSDP2 all processes must call this."""
     return get_model_state_dict(model, options=_WHOLE)  # type: ignore[return-value]
 
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Take over whole weights and buffers; all names must be there."""
+    """Load whole weights and buffers; all names must be present."""
     set_model_state_dict(model, weights, options=_WHOLE)  # type: ignore[arg-type]
 
 
 def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state by the names of the parameters, on the CPU of the main process."""
+    """Get the optimizer's state by parameter name, on the CPU of the main process."""
     return get_optimizer_state_dict(model, optimizer, options=_WHOLE_ON_CPU)
 
 
 def set_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Take over the moments that :func:`get_optimizer_state` gave; weight decay and betas stay the optimizer's."""
+    """Load the moments from :func:`get_optimizer_state`.
+
+    The optimizer keeps its own weight decay and betas.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]}
@@ -216,5 +222,5 @@ def set_optimizer_state(
     set_optimizer_state_dict(model, optimizer, state, options=_WHOLE_IF_THERE)
     for name, parameter in model.named_parameters():
         if name not in state["state"]:
-            # torch gave it one, a step old.
+            # torch created a state for it, with a step count of one.
             optimizer.state.pop(parameter, None)

@@ -1,12 +1,12 @@
 """The training loop, for every task.
 
-    train(task, optim, run, settings_json)     until the last step, or until a signal asks to stop
+    train(task, optim, run, settings_json)     trains until the last step or until a signal asks to stop
 
 A task (:class:`Task`) knows its data, its model, its loss and its score. The loop knows the rest: precision,
-accumulation, schedule, moving average, evaluation, checkpoints, resume, logs, signals, several processes.
+accumulation, schedule, moving average, evaluation, checkpoints, resuming, logs, signals, several processes.
 
-Everything random in a step is seeded by (seed, step), and the order of the data is a function of the two, so
-a checkpoint needs no state of any generator: a run that goes on from one does what it would have done.
+Everything random in a step is seeded by (seed, step), and the order of the data is a function of the two. So
+a checkpoint needs no generator states: a resumed run does exactly what it would have done without the break.
 """
 
 import contextlib
@@ -62,29 +62,31 @@ from softfree.training.settings import (
 from softfree.training.signals import StopRequest
 from softfree.training.step import check_graph, create_step
 
-# What tells that a folder has a run, and what `overwrite` removes.
+# Files that show that a folder has a run; `overwrite` removes them.
 RUN_FILES = ("last", "best", TRAIN_CSV, EVAL_CSV, TEST_RESULT, "tensorboard")
 
 
-# Samples on the page that is drawn at a run's start.
+# Number of samples on the page that is drawn at the start of a run.
 PREVIEWED = 4 * COLUMNS
 
 
 class Task(ABC):
-    """What the loop, and the commands, must be told of a task.
+    """What the loop and the commands need to know about a task.
 
     Attributes:
         name: e.g. "classification".
-        recipes: settings by name, to start from. An instance is made of such settings.
-        metric: the number of :meth:`evaluate` that decides which checkpoint is the best.
-        higher_is_better: whether more of it is better.
-        headline: the numbers of :meth:`evaluate` that its line shows, where not all fit in a row; ``eval.csv``
-            has all.
-        sizes_vary: whether sizes change from step to step. cuDNN would time its algorithms anew for each.
-        capturable: whether :meth:`train_step` asks the device for no number, so that a CUDA graph can hold it.
-        resumes: whether the run goes on from a checkpoint, so that weights to start from are not needed.
-        train_data, eval_data: map-style data sets. With a ``range``, whose samples the task keeps on the
-            device, a batch is a tensor of indices there, in training a part of what :meth:`plan_epoch` gives.
+        recipes: settings to start from, by name. An instance is created from such settings.
+        metric: the result of :meth:`evaluate` that decides which checkpoint is the best.
+        higher_is_better: whether a higher metric is better.
+        headline: the results of :meth:`evaluate` to print if not all fit on a line; ``eval.csv`` has all.
+        sizes_vary: whether sizes change from step to step, so that cuDNN would benchmark its algorithms for
+            each.
+        capturable: whether :meth:`train_step` never reads a number from the device, so that a CUDA graph can
+            hold it.
+        resumes: whether the run continues from a checkpoint, so that weights to start from are not needed.
+        train_data, eval_data: map-style data sets. If a data set is a ``range``, the task keeps its samples
+            on the device and a batch is a tensor of indices there; in training, a slice of what
+            :meth:`plan_epoch` returns.
     """
 
     name: str
@@ -100,17 +102,17 @@ class Task(ABC):
 
     @classmethod
     def usual_recipe(cls, given: Given) -> str:
-        """The recipe to take if none is named: it may depend on what the user gave."""
+        """The recipe to use if none is named; it may depend on what the user gave."""
         raise NotImplementedError
 
     @classmethod
     def adapt(cls, settings: Any, given: Given) -> Any:
-        """Settings in which what a recipe set, and nobody gave, fits what was given."""
+        """Adjust the recipe's own values to those the user gave."""
         return settings
 
     @classmethod
     def run(cls, settings: Any, data: Any = None) -> "Outcome":
-        """Train as the settings say; ``data`` instead of what they name."""
+        """Train with these settings; ``data`` replaces the data that they name."""
         task = cls(settings, data)  # type: ignore[call-arg]
         outcome = train(task, settings.optim, settings.run, settings_to_json(settings))
         if outcome.stopped or int(os.environ.get("RANK", 0)):
@@ -119,7 +121,7 @@ class Task(ABC):
 
     @classmethod
     def build(cls, metadata: dict[str, Any]) -> nn.Module:
-        """The model that a checkpoint's metadata describe, with new weights."""
+        """Build the model that a checkpoint's metadata describes, with new weights."""
         raise NotImplementedError
 
     @classmethod
@@ -129,10 +131,10 @@ class Task(ABC):
         device: torch.device | str = "cpu",
         changes: Mapping[str, Any] | None = None,
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """The model of a checkpoint folder, ready to use, and its metadata.
+        """Load the model of a checkpoint folder, ready to use, and its metadata.
 
-        ``changes`` are arguments of the model other than in training, such as ``{"landmarks": "conv:49"}``; the
-        weights must fit all the same.
+        ``changes`` are model arguments that differ from training, such as ``{"landmarks": "conv:49"}``; the
+        weights must still fit.
         """
         saved = checkpoint.read_checkpoint(path)
         checkpoint.check_task(path, saved.metadata, cls.name)
@@ -141,78 +143,80 @@ class Task(ABC):
         if changes:
             described = {**described, "model_kwargs": {**described["model_kwargs"], **changes}}
         try:
-            # Takes no memory, whatever size the file asks for; one of its own weights' size is then built.
+            # This takes no memory, whatever size the file asks for. The real model is built only if its size
+            # fits the weights.
             with torch.device("meta"):
                 expected = cls.build(described).state_dict()
-        except Exception as error:  # whatever an architecture raises that is given nonsense
+        except Exception as error:  # an architecture given nonsense may raise anything
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ValueError(f"{file}: no model is like this: {reason}") from error
+            raise ValueError(f"{file}: it does not describe a valid model: {reason}") from error
         checkpoint.check_fits(saved.path, saved.weights, expected, saved.metadata["model"])
         model = cls.build(described)
         model.load_state_dict(saved.weights)
         return model.eval().to(device), saved.metadata
 
     def finish(self, outcome: "Outcome") -> str:
-        """Do what is left after the last step, in the main process alone; say in a line what came of it."""
+        """Finish after the last step, only in the main process; return the result as a line of text."""
         return ""
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model on the CPU, with the weights it starts from; frozen parameters need no gradient."""
+        """Build the model on the CPU with the weights it starts from; frozen parameters need no gradient."""
 
     def prepare(self, batch: Any) -> Any:
-        """What :meth:`train_step` takes, of a batch on the device; the host draws its random numbers here.
+        """Turn a batch on the device into the input of :meth:`train_step`: tensors in tuples, lists or dicts.
 
-        Tensors in tuples, lists or dicts. A CUDA graph holds what comes after it.
+        Random numbers are drawn on the host here, since a CUDA graph holds everything that follows.
         """
         return batch
 
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of a batch on the device, and other numbers for the log: 0-dim tensors.
+        """Return the loss of a batch on the device, and other numbers for the log, all 0-dim tensors.
 
-        They are read when the log is written, so nothing may change them afterwards.
+        They are read only when the log is written, so nothing may modify them.
         """
 
     @abstractmethod
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], processes: Processes
     ) -> dict[str, float]:
-        """Scores. ``batches`` are this process's part; sum over all with :func:`distributed.total`."""
+        """Return the scores. ``batches`` are this process's share; sum up with :func:`distributed.total`."""
 
     @abstractmethod
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint must say so that its model can be built and used again; plain JSON."""
+        """Everything needed to build and use the model of a checkpoint again, as plain JSON values."""
 
     def collate(self, samples: list[Any]) -> Any:
-        """Items of ``train_data`` as a batch: tensors in tuples, lists or dicts."""
+        """Turn items of ``train_data`` into a batch: tensors in tuples, lists or dicts."""
         return torch.utils.data.default_collate(samples)
 
     def collate_eval(self, samples: list[Any]) -> Any:
-        """Items of ``eval_data`` as a batch."""
+        """Turn items of ``eval_data`` into a batch."""
         return self.collate(samples)
 
     def order(self, samples: int, batch_size: int, generator: torch.Generator) -> Tensor:
-        """The order of an epoch's samples; stretches of ``batch_size`` meet in one process's batch."""
+        """The order of an epoch's samples; each run of ``batch_size`` samples forms one process's batch."""
         return shuffle(samples, batch_size, generator)
 
     def plan_epoch(self, order: Tensor) -> Tensor:
-        """With indices on the device (n,): what the batches of an epoch are parts of, (..., n).
+        """Turn an epoch's indices on the device (n,) into (..., n), which batches are slices of.
 
-        The generators are seeded for the epoch, in all processes alike.
+        The generators are seeded for the epoch, identically in all processes.
         """
         return order
 
     def parameter_groups(self, model: nn.Module, optim: OptimSettings) -> list[dict[str, Any]]:
-        """Groups for AdamW: no weight decay for biases, norms and what the model itself names."""
+        """Groups for AdamW: no weight decay for biases, norms and parameters that the model exempts."""
         return parameter_groups(model, optim)
 
 
 class PictureTask(Task):
-    """A task whose pictures lie in files, some of which may be unreadable.
+    """A task whose pictures are in files, some of which may be unreadable.
 
-    ``make_batch(samples, refill=False)`` makes a batch with a field ``unreadable``; ``refill`` repeats items in
-    place of those. ``predicted`` is the number of validation samples that are drawn at an evaluation.
+    ``make_batch(samples, refill=False)`` makes a batch with a field ``unreadable``; with ``refill``, other
+    items are repeated in place of those. ``predicted`` is the number of validation samples drawn at an
+    evaluation.
     """
 
     make_batch: Callable[..., Any]
@@ -226,18 +230,18 @@ class PictureTask(Task):
 
     @abstractmethod
     def draw_batch(self, batch: Any) -> list[Tile]:
-        """The samples of a training batch as the model sees them, with their truth."""
+        """Draw the samples of a training batch as the model sees them, with their ground truth."""
 
     @abstractmethod
     def draw_predictions(
         self, model: nn.Module, indices: Sequence[int], device: torch.device
     ) -> list[Tile]:
-        """Validation samples with the truth and what the model makes of them."""
+        """Draw validation samples with the ground truth and the model's predictions."""
 
     def preview(self, seed: int, device: torch.device) -> Image.Image:
-        """The first training samples of a run as its model sees them, with their truth: a page."""
+        """Draw a page of a run's first training samples as the model sees them, with their ground truth."""
         samples = len(self.train_data)
-        # Mixing pictures takes pairs.
+        # An even number, because mixup and cutmix need pairs.
         count = min(PREVIEWED, max(1, samples // 2 * 2))
         sampler = StepSampler(samples, count, 1, 0, 1, seed, 0, 1, self.order)
         with contextlib.closing(training_batches(self, sampler, seed, device)) as batches:
@@ -248,7 +252,7 @@ class PictureTask(Task):
         )
 
     def predictions(self, model: nn.Module, step: int, device: torch.device) -> Image.Image:
-        """Some validation samples, always the same, with what the model makes of them: a page."""
+        """Draw a page of validation samples, always the same ones, with the model's predictions."""
         count = min(self.predicted, len(self.eval_data))
         indices = [len(self.eval_data) * number // count for number in range(count)]
         tiles = self.draw_predictions(model, indices, device)
@@ -258,16 +262,16 @@ class PictureTask(Task):
 def training_batches(
     task: Task, sampler: StepSampler, seed: int, device: torch.device, *reading: Any
 ) -> Generator[Any]:
-    """What the model is trained on; ``reading`` is what :func:`read_batches` takes at its end."""
+    """The batches to train on; ``reading`` are the last arguments of :func:`read_batches`."""
     if isinstance(task.train_data, range):
-        # Nothing to read: processes and queues would cost more than the indices.
+        # There are no files to read, and loading processes would cost more than the indices.
         return sampler.on_device(device, task.plan_epoch)
     data = Augmented(task.train_data, seed)
     return read_batches(data, sampler, task.collate, device, *(reading or (_no_report,)))
 
 
 def _no_report(file: Unreadable) -> None:
-    """For pictures that the run itself will tell of."""
+    """Ignore unreadable pictures, which the run itself will report."""
 
 
 @dataclasses.dataclass
@@ -276,17 +280,17 @@ class Position:
 
     step: int = 0
     evaluated: int = 0
-    """the last step after which there was an evaluation"""
+    """the step of the last evaluation"""
     best: float | None = None
     best_step: int = 0
     skipped: int = 0
-    """steps left out so far since their gradient was not finite"""
+    """steps skipped so far because their gradient was not finite"""
     unimproved: int = 0
     """evaluations since the best one"""
 
     @classmethod
     def read(cls, file: Path, values: Any) -> "Position":
-        """The position that ``values``, of a file from outside, give."""
+        """Read a position from the ``values`` of an untrusted file."""
         if not isinstance(values, dict):
             raise ValueError(f"{file}: 'position' must be a mapping, got {values!a:.60}")
         # Older files do not count evaluations.
@@ -300,13 +304,13 @@ class Position:
                 )
         if best is not None and not isinstance(best, (int, float)):
             raise ValueError(f"{file}: 'best' of the position must be a number, got {best!a:.60}")
-        # Runs of before 0.2 may have begun with a score that was no number.
+        # Runs from before 0.2 may have started with a NaN score.
         return cls(**found, best=None if best != best else best)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended: where it was, its last scores, whether a signal stopped it early, and what its task says."""
+    """How a run ended: its position, its last scores, whether a signal stopped it, and its task's result."""
 
     position: Position
     scores: dict[str, float]
@@ -325,7 +329,7 @@ def train(task: Task, optim: OptimSettings, run: RunSettings, settings_json: str
 
 
 def check_scaler(file: Path, found: Any, wanted: dict[str, Any]) -> None:
-    """Raise unless ``found`` has the numbers of a gradient scaler's state."""
+    """Raise unless ``found`` has the numbers of the gradient scaler's state ``wanted``."""
     for name in wanted:
         value = found.get(name) if isinstance(found, dict) else None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -337,7 +341,7 @@ class _EvaluationStoppedError(Exception):
 
 
 class _Training:
-    """One run: its parts, put together in ``__init__``, and the loop over them."""
+    """One run: its parts, assembled in ``__init__``, and the training loop."""
 
     def __init__(
         self,
@@ -395,12 +399,12 @@ class _Training:
     # Setting up
 
     def _find_resume(self) -> Path | None:
-        """The checkpoint to go on from. Files of an earlier run are not overwritten by mistake."""
+        """Find the checkpoint to continue from; raise if files of an earlier run would be overwritten."""
         again = self.restarted
         if self.processes.main:
             checkpoint.recover(self.last)
             checkpoint.recover(self.best)
-        # The others look only after the main process has cleared up.
+        # The other processes look only after the main process has cleaned up.
         distributed.gather([], self.processes)
         output, resume = self.run.output, self.run.resume
         if self.last.exists() and (resume == "auto" or again):
@@ -411,17 +415,17 @@ class _Training:
             if given.resolve() == self.last.resolve():
                 return given
         found = [name for name in RUN_FILES if (output / name).exists()]
-        # A run that ended before its first checkpoint has logs alone.
+        # A run that ended before its first checkpoint has only logs.
         lost = self.best.exists() or self.last.exists()
         if not found or self.run.overwrite or (not lost and (resume == "auto" or again)):
             return given
         if self.last.exists():
-            advice = "go on with `resume` auto, give another `output`"
+            advice = "continue it with `resume` auto, use another `output`"
         else:
-            advice = "without `last` it can't go on; give another `output`"
+            advice = "without its checkpoint last it can't continue; use another `output`"
         raise ValueError(
-            f"`output` {output} already has a run ({', '.join(found)}); {advice}, or begin anew with "
-            "`overwrite`"
+            f"`output` {output} already has a run ({', '.join(found)}); {advice}, or start a new run "
+            "with `overwrite`"
         )
 
     def _remove_earlier_run(self) -> None:
@@ -435,17 +439,19 @@ class _Training:
         if self.run.grad_checkpointing:
             enable = getattr(model, "set_grad_checkpointing", None)
             if enable is None:
-                raise ValueError(f"`grad_checkpointing`: {type(model).__name__} does not offer it")
+                raise ValueError(
+                    f"`grad_checkpointing`: {type(model).__name__} does not support it"
+                )
             enable(True)
         if self.run.sync_bn:
             if self.device.type != "cuda" or self.processes.count == 1:
                 raise ValueError("`sync_bn` needs several processes on GPUs (torchrun)")
-            model = convert_sync_batchnorm(model)  # timm's keeps the activations of its norms
+            model = convert_sync_batchnorm(model)  # timm's keeps its norms' activations
         layout = torch.channels_last if self.run.channels_last else torch.preserve_format
         return model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
 
     def _spread_model(self) -> nn.Module:
-        """The model to call in training; ``self.plain`` stays the one to ask for weights."""
+        """Return the model to call in training; ``self.plain`` stays the one that has the weights."""
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.benchmark = not self.task.sizes_vary
@@ -453,7 +459,7 @@ class _Training:
             raise ValueError("`fsdp` needs several processes: start with torchrun")
         self.whole_model: nn.Module | None = None
         if self.run.fsdp:
-            # For evaluation: its passes need no other process, and the processes' counts may differ.
+            # For evaluation, whose passes must not need other processes: the numbers of batches may differ.
             self.whole_model = copy.deepcopy(self.plain)
             distributed.shard(self.plain)
             if self.ema is not None:
@@ -465,7 +471,7 @@ class _Training:
         return self.plain
 
     def _resume(self, path: Path) -> None:
-        """Go on from a checkpoint: all of it is checked before anything changes."""
+        """Continue from a checkpoint; all of it is checked before anything is changed."""
         saved = checkpoint.read_run(path)
         file = saved.path / checkpoint.STATE
         checkpoint.check_same_run(saved.path, self.settings_json)
@@ -474,7 +480,9 @@ class _Training:
         checkpoint.check_fits(path, saved.weights, expected, model, exactly=True)
         told = checkpoint.read_run_settings(saved.path).get("optim", {})
         if self.ema is not None and saved.ema is None and told.get("model_ema"):
-            raise ValueError(f"{path} has lost its {checkpoint.EMA}; use another checkpoint")
+            raise ValueError(
+                f"{path} has no {checkpoint.EMA}, although its run kept one; use another checkpoint"
+            )
         if saved.ema is not None:
             ema_file = saved.path / checkpoint.EMA
             checkpoint.check_fits(ema_file, saved.ema, expected, model, exactly=True)
@@ -482,9 +490,9 @@ class _Training:
         for name, value in self._data_facts().items():
             if saved.metadata["run"].get(name) != value:
                 raise ValueError(
-                    f"{path} was written with {name} {saved.metadata['run'].get(name)!a:.60}, this run "
-                    f"has {value}: the order of the data would change. Use the same data, `seed`, and "
-                    "product of `batch_size`, `grad_accum_steps` and processes"
+                    f"{path} was written with {name} {saved.metadata['run'].get(name)!a:.60}, but this "
+                    f"run has {value}, which would change the order of the data. Use the same data, the same "
+                    "`seed`, and the same product of `batch_size`, `grad_accum_steps` and processes"
                 )
         position = Position.read(file, saved.state.get("position"))
         if position.step > self.schedule.total:
@@ -495,7 +503,7 @@ class _Training:
         trainable = {n: p for n, p in self.plain.named_parameters() if p.requires_grad}
         moments: Any = saved.state.get("optimizer")
         if position.step:
-            # Older files do not tell which parameters no step had used.
+            # Older files do not record which parameters no step had used.
             without = saved.state.get("without_state", [*trainable])
             if not isinstance(without, list):
                 raise ValueError(f"{file}: 'without_state' must be a list, got {without!a:.60}")
@@ -510,7 +518,7 @@ class _Training:
         if scaler.is_enabled() and kept:
             scaler.load_state_dict(kept)
         if self.ema is not None:
-            # A run that kept none until now begins with the weights.
+            # If there was no moving average until now, it starts from the weights.
             distributed.set_weights(self.ema.module, saved.ema or saved.weights)
         self.position = position
         self.saved_step = position.step
@@ -534,7 +542,7 @@ class _Training:
             self._open_logs()
             timer = Timer(self.device)
             while True:
-                # Any process may be asked to stop, and clocks differ: all act on what they agree on.
+                # Any process may be asked to stop, and clocks differ, so all act on what they agreed on.
                 stopped, save_now = agreement.exchange(
                     stop_request.signal is not None, self._saving_is_due_by_the_clock()
                 )
@@ -622,12 +630,12 @@ class _Training:
         )
 
     def _evaluations_ahead(self) -> int:
-        """How many will come, right after a step: one may be due now."""
+        """The number of evaluations still to come, right after a step; one may be due now."""
         every, total = self.eval_every, self.schedule.total
         return total // every - (self.position.step - 1) // every + (total % every > 0)
 
     def _patience_is_over(self) -> bool:
-        """The same in all processes, since the scores are."""
+        """Whether `patience` has run out; all processes agree, because they have the same scores."""
         return 0 < self.run.patience <= self.position.unimproved
 
     def _say_why_it_ends(self) -> None:
@@ -647,8 +655,8 @@ class _Training:
         began = time.monotonic()
         self._settle_buffers()
         if position.evaluated == 0 and self.saved_step < 0:
-            # An evaluation that fails does not lose the run. And never `best` without `last`: an earlier run's, left
-            # alone, is told by that.
+            # Saved first, so that a failing evaluation does not lose the run. Also, `best` must never exist
+            # without `last`: a folder with only `best` counts as the remains of an earlier run.
             self._save(self.last, with_state=True)
         model = self.plain if self.ema is None else self.ema.module
         if self.whole_model is not None:
@@ -672,7 +680,7 @@ class _Training:
         if better:
             if not math.isnan(score):
                 position.unimproved = 0
-            # None is a number that the next may be better than.
+            # After None, any number counts as better.
             position.best = None if math.isnan(score) else score
             position.best_step = position.step
             self._save(self.best, with_state=False)
@@ -695,15 +703,15 @@ class _Training:
     def _draw_predictions(self, model: nn.Module) -> None:
         if not isinstance(self.task, PictureTask) or not self.processes.main:
             return
-        # For a few pictures alone nothing is compiled anew.
+        # Compiling again for a few pictures is not worth it.
         with torch.compiler.set_stance("force_eager"):
             page = self.task.predictions(model, self.position.step, self.device)
         self.log.picture(PREDICTIONS, self.position.step, page)
 
     def _until_stopped(self, batches: Generator[Any], stop_request: StopRequest) -> Generator[Any]:
-        """The batches; a process alone need not see an evaluation through when it is asked to stop.
+        """Yield the batches; if a single process is asked to stop, break off the evaluation.
 
-        The run then ends where it is, and evaluates again when it goes on.
+        The run then ends where it is, and evaluates again when it is resumed.
         """
         with contextlib.closing(batches):
             for batch in batches:
@@ -725,7 +733,7 @@ class _Training:
         self.saved_at, self.saved_step = time.monotonic(), self.position.step
 
     def _settle_buffers(self) -> None:
-        """Sound statistics of batch norms, the same in all processes, and in the moving average."""
+        """Make batch norm statistics finite, equal in all processes, and copy them to the moving average."""
         self.optimizer.settle_buffers()
         distributed.average_buffers(self.plain, self.processes)
         if self.ema is not None:
@@ -739,7 +747,8 @@ class _Training:
         if with_state:
             state = {
                 "position": dataclasses.asdict(self.position),
-                # Before the first step there is none. Asking for it would make one, a step old.
+                # Before the first step there is no state. Asking for it would create one with a step count of
+                # one.
                 "optimizer": self.position.step
                 and distributed.get_optimizer_state(self.plain, self.optimizer.optimizer),
                 "scaler": self.optimizer.scaler.state_dict(),
@@ -778,4 +787,4 @@ class _Training:
             self.log.picture(PREVIEW, self.position.step, page)
             self.log.say(f"{self.run.output / PREVIEW} shows some of them as the model sees them")
         if self.position.step:
-            self.log.say(f"going on from step {self.position.step:,}")
+            self.log.say(f"continuing from step {self.position.step:,}")

@@ -1,8 +1,9 @@
-"""Steps without a finite gradient are left out, on the device: the host does not wait to find out.
+"""Steps without a finite gradient are skipped on the device, so that the host need not wait to find out.
 
-The norm of the gradient tells: it is finite if and only if every entry is (and small enough). AdamW's fused
-kernel takes a flag ``found_inf`` from the device and then changes neither weights nor its own state. Norms and
-losses stay on the device, too; they are read, and bad steps counted, when the log is written.
+This is decided by the gradient's norm, which is finite if and only if every entry is (and small enough).
+AdamW's fused kernel reads a flag ``found_inf`` on the device; if it is set, neither weights nor moments
+change. Norms and losses stay on the device, too. They are read, and skipped steps counted, when the log is
+written.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ class NonFiniteError(RuntimeError):
 
 
 class GuardedOptimizer:
-    """AdamW that leaves out steps whose gradient is not finite, and counts them.
+    """AdamW that skips steps whose gradient is not finite, and counts them.
 
     Args:
         model: the plain model (sharded or not), whose trainable parameters the groups hold.
@@ -39,30 +40,31 @@ class GuardedOptimizer:
         half = optim.amp_dtype == "float16"
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=half)
         self.processes = processes
-        # Of every step since the last reading: names and numbers, the norm at the end.
+        # Names and numbers of every step since the last reading, with the norm at the end.
         self.unread: list[list[tuple[str, Tensor]]] = []
         self.in_a_row = 0
         self.lr: Tensor | None = None
         self.keep_gradients = False
-        # A forward pass with bad numbers also spoils the statistics of batch norms.
+        # A forward pass with non-finite numbers also spoils batch norm statistics.
         self.norms_since_settled: list[Tensor] = []
         self.buffers = [b for b in model.buffers() if b.is_floating_point()]
         self.kept_buffers = [b.clone() for b in self.buffers]
 
     def hold_on_device(self, keep_gradients: bool) -> None:
-        """From now on :meth:`update` reads the learning rate from the device, as a CUDA graph needs it.
+        """Make :meth:`update` read the learning rate from the device from now on, as a CUDA graph requires.
 
-        ``keep_gradients``: it leaves the memory of the gradients in place, filled with 0, for passes to add to.
+        With ``keep_gradients`` it fills the gradients with 0 instead of freeing them, so that passes can add
+        to the same memory.
         """
         scales = [group.get("lr_scale", 1.0) for group in self.optimizer.param_groups]
         self.lr = torch.zeros((), device=self.processes.device)
         self.lr_scales = torch.tensor(scales, device=self.processes.device)
         self.keep_gradients = keep_gradients
-        # The first updates are made before there is a graph.
+        # Suppresses torch's warning: the first updates come before there is a graph.
         self.optimizer._warned_capturable_if_run_uncaptured = True
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next update."""
+        """Set the learning rate of the next update."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         if self.lr is not None:
@@ -75,7 +77,7 @@ class GuardedOptimizer:
         weights = self.optimizer.weights
         gradients = [gradient for p in weights if (gradient := p.grad) is not None]
         norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-        # AdamW's kernel divides gradients by this: clipping needs no pass over them of its own.
+        # AdamW's kernel divides gradients by this, so clipping needs no extra pass over them.
         self.optimizer.grad_scale = (norm / self.clip).clamp_(min=1) if self.clip else None
         # Infinity and NaN, times 0, are NaN.
         self.optimizer.found_inf = (norm * 0).nan_to_num_(nan=1.0)
@@ -92,7 +94,10 @@ class GuardedOptimizer:
 
     @contextlib.contextmanager
     def _lr_of_the_device(self) -> Iterator[None]:
-        """If it is there, the groups have it inside; outside they have numbers, as checkpoints want them."""
+        """Give the groups the learning rate on the device, if there is one, inside this context only.
+
+        Outside of it they have plain numbers, as checkpoints need them.
+        """
         if self.lr is None:
             yield
             return
@@ -107,13 +112,16 @@ class GuardedOptimizer:
                 group["lr"], group["capturable"] = lr, capturable
 
     def note(self, passes: Sequence[Mapping[str, Tensor]]) -> None:
-        """Keep the numbers of a step's passes (0-dim tensors) for the log; the last is the gradient's norm."""
+        """Keep the numbers of a step's passes (0-dim tensors) for the log.
+
+        The last is the gradient's norm.
+        """
         numbers = [number for each in passes for number in each.items()]
         self.norms_since_settled.append(numbers[-1][1])
         self.unread.append(numbers)
 
     def read(self) -> tuple[dict[str, float], int, int]:
-        """Means of the numbers since the last reading, steps left out since then, and in a row until now.
+        """Read the means since the last call, the steps skipped since then, and those skipped in a row.
 
         This waits for the device.
         """
@@ -136,9 +144,9 @@ class GuardedOptimizer:
         return means, skipped, self.in_a_row
 
     def settle_buffers(self) -> None:
-        """Make sure that buffers are sound before they are used or saved; this waits for the device.
+        """Make sure that buffers are finite before they are used or saved; this waits for the device.
 
-        After a step without a finite gradient they go back to where they were when last settled.
+        After a step without a finite gradient they are reset to their values at the last call.
         """
         norms = self.norms_since_settled
         if self.buffers and norms and not bool(torch.stack(norms).isfinite().all()):
@@ -151,10 +159,10 @@ class GuardedOptimizer:
 def find_nonfinite(
     model: nn.Module, loss_of_last_batch: Callable[[], Tensor], processes: Processes
 ) -> str:
-    """Where the first number that is not finite arises, in words.
+    """Find where the first non-finite number arises, and describe it in words.
 
-    Runs the last batch again. Layers are asked in the order they finish; after them the gradients, from
-    the last parameter to the first, as the backward pass makes them.
+    This runs the last batch again. It checks layers in the order they finish, then gradients from the last
+    parameter to the first, in the order of the backward pass.
     """
     found: list[str] = []
 
@@ -162,8 +170,12 @@ def find_nonfinite(
         def hook(module: nn.Module, inputs: tuple, output: object) -> None:
             if not found and _has_nonfinite(output):
                 kind = type(module).__name__
-                source = "its input has, too" if _has_nonfinite(inputs) else "its input is finite"
-                found.append(f"the first layer with one is {name} ({kind}; {source})")
+                source = (
+                    "its input is not finite either"
+                    if _has_nonfinite(inputs)
+                    else "its input is finite"
+                )
+                found.append(f"the first layer with non-finite output is {name} ({kind}; {source})")
 
         return hook
 
@@ -171,26 +183,24 @@ def find_nonfinite(
         module.register_forward_hook(look(name)) for name, module in model.named_modules() if name
     ]
     try:
-        # Compiled code would run without the hooks.
+        # Compiled code would not call the hooks.
         with torch.compiler.set_stance("force_eager"):
             loss = loss_of_last_batch()
     finally:
         for handle in handles:
             handle.remove()
     if not found and _has_nonfinite(loss):
-        found.append("every layer's output is finite, the loss is not")
-    # Decided together: the backward pass of a sharded model needs all processes.
+        found.append("every layer's output is finite, but the loss is not")
+    # All processes decide together: the backward pass of a sharded model needs all of them.
     everywhere = gather(found, processes)
     if not everywhere:
         loss.backward()
         for name, parameter in reversed(list(model.named_parameters())):
             if parameter.grad is not None and _has_nonfinite(parameter.grad):
-                found.append(
-                    f"outputs are finite, the first gradient that is not is that of {name}"
-                )
+                found.append(f"outputs are finite, the first non-finite gradient is that of {name}")
                 break
         everywhere = gather(found, processes)
-    return everywhere[0] if everywhere else "the last batch shows none when run again"
+    return everywhere[0] if everywhere else "running the last batch again gave only finite numbers"
 
 
 def _has_nonfinite(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Batches on the device, which loading processes read."""
+"""Batches on the device, read by loading processes."""
 
 import contextlib
 import signal
@@ -27,7 +27,7 @@ def read_batches(
     workers: int = 0,
     channels_last: bool = False,
 ) -> Generator[Any]:
-    """Batches of a map-style data set on the device; ``report`` is told of files that can't be read."""
+    """Yield batches of a map-style data set on the device; ``report`` is called for unreadable files."""
     loader: DataLoader = DataLoader(
         data,
         batch_sampler=sampler,
@@ -45,7 +45,7 @@ def read_batches(
                     report(file)
                 yield to_device(batch, device, channels_last)
     finally:
-        # An error's traceback keeps the iterator alive, and so its processes, which ignore signals.
+        # An error's traceback keeps the iterator alive, and with it its processes, which ignore signals.
         if workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
@@ -62,7 +62,7 @@ def evaluation_batches(
     """This process's share of the samples, each once."""
     sampler = EvalSampler(len(data), batch_size, processes.rank, processes.count)
     if isinstance(data, range):
-        # Nothing to read: processes and queues would cost more than the indices.
+        # There are no files to read, and loading processes would cost more than the indices.
         return sampler.on_device(processes.device)
     return read_batches(data, sampler, collate, processes.device, report, workers, channels_last)
 
@@ -77,7 +77,7 @@ def evaluation(
     workers: int = 0,
     amp_dtype: AmpDtype = "auto",
 ) -> Iterator[tuple[Iterable[Any], list[Unreadable]]]:
-    """This process's share of the samples, to be scored inside; and, in the end, its files that can't be read."""
+    """Context with this process's share of the samples, and a list that collects its unreadable files."""
     unreadable: list[Unreadable] = []
     with torch.inference_mode(), autocast(amp_dtype, processes.device):
         yield (
@@ -88,7 +88,7 @@ def evaluation(
 
 @contextlib.contextmanager
 def short_errors() -> Iterator[None]:
-    """Around a loop over a loader: an error of a loading process without that process's traceback."""
+    """Context for a loop over a loader: errors of loading processes are raised without their traceback."""
     try:
         yield
     except ValueError as error:
@@ -99,6 +99,6 @@ def short_errors() -> Iterator[None]:
 
 
 def ignore_signals(worker: int) -> None:
-    """Loading processes live as long as the loop: Ctrl-C reaches them, too, but is not meant for them."""
+    """Let a loading process live as long as the loop: Ctrl-C also reaches it, but is not meant for it."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: who writes there holds a lock that the system lets go of when the process ends."""
+"""One run at a time per folder: the run holds a lock, which the system releases when the process ends."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ else:
     import fcntl
 
 LOCK = ".lock"
-# Windows keeps others from reading what is locked: a byte behind the text.
+# On Windows others can't read a locked byte, so a byte after the text is locked.
 BEHIND = 2**20
 HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``, which is made if need be and removed again if nothing was written there.
+    """Hold the lock of ``folder``, which is created if necessary, and removed again if it stays empty.
 
     Raises ``ValueError`` if another process holds it; the message names that process.
     """
@@ -37,18 +37,19 @@ def locked(folder: Path) -> Iterator[None]:
             file = _open_locked(folder)
         except OSError as error:
             raise ValueError(
-                f"`output` {folder} can't be written: {error.strerror}; give a folder of yours"
+                f"can't write to `output` {folder}: {error.strerror}; use a folder that you can write to"
             ) from error
         yield
     finally:
         if file is not None:
             with contextlib.suppress(OSError):
-                # While it is held: later it may be another's. Windows removes no open file, there it stays.
+                # Removed while the lock is held: later the file may belong to another run. Windows can't
+                # remove open files, so there it stays.
                 (folder / LOCK).unlink()
             file.close()
         with contextlib.suppress(OSError):
             for path in made:
-                path.rmdir()  # refused if there is something in it
+                path.rmdir()  # fails if it is not empty
 
 
 def _open_locked(folder: Path) -> IO[str]:
@@ -63,15 +64,15 @@ def _open_locked(folder: Path) -> IO[str]:
             if error.errno in HELD:
                 file.close()
                 raise ValueError(
-                    f"`output` {folder} is being written by {holder}; wait until it ends, or give "
-                    "another `output`"
+                    f"`output` {folder} is in use by {holder}; wait until it ends, or use another "
+                    "`output`"
                 ) from error
             logger.warning(
-                "%s: this disk knows no locks (%s); let no second run write there",
+                "%s: this disk does not support locks (%s); don't start a second run there",
                 folder,
                 error.strerror,
             )
-        # Who held it before may have removed the file after it was opened here.
+        # The previous holder may have removed the file after it was opened here.
         if sys.platform == "win32" or (
             path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
         ):
@@ -86,7 +87,10 @@ def _open_locked(folder: Path) -> IO[str]:
 
 
 def _lock(file: IO[str]) -> None:
-    """Not inherited by processes that are started later: loading processes may outlive a killed run."""
+    """Lock a file.
+
+    Child processes don't inherit the lock, since loading processes may outlive a killed run.
+    """
     if sys.platform == "win32":
         file.seek(BEHIND)
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)

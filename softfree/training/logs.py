@@ -1,4 +1,4 @@
-"""What a run says: a progress bar, lines, CSV files, and on request TensorBoard and Weights & Biases."""
+"""Logs of a run: a progress bar, lines, CSV files, and optionally TensorBoard and Weights & Biases."""
 
 import contextlib
 import csv
@@ -22,22 +22,22 @@ from softfree.data.images import Unreadable, printable
 
 TRAIN_CSV, EVAL_CSV, TEST_RESULT = "train.csv", "eval.csv", "test.json"
 PREVIEW, PREDICTIONS = "preview.png", "predictions.png"
-# The bar is drawn by the loop itself: no thread runs beside the training.
+# The loop itself draws the bar, so that no other thread runs during training.
 REDRAW_SECONDS = 0.5
 
 
 class RunLog:
     """Logs of the main process; in the others every call does nothing.
 
-    ``train.csv`` has a row every log interval, ``eval.csv`` one for every evaluation. A run that goes on
-    from step ``start`` drops the rows after it, which it will write again.
+    ``train.csv`` has a row for every log interval, ``eval.csv`` one for every evaluation. A run that
+    continues from step ``start`` drops later rows, because it will write them again.
     """
 
     def __init__(self, output: Path, start: int, total: int, active: bool):
         self.output, self.total = output, total
         self.active = active
         self.console = Console(highlight=False, quiet=not active)
-        # Lines of a file are for programs, too: they stay whole.
+        # Lines in a file are not wrapped, because programs may read them.
         self.console.soft_wrap = not self.console.is_terminal
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -98,9 +98,9 @@ class RunLog:
     def steps_done(
         self, step: int, numbers: Mapping[str, float], skipped: int, seconds_left: float
     ) -> None:
-        """The numbers of the last steps, ``skipped`` of which were left out, and how long the rest may take."""
+        """Log the numbers of the last steps, how many were ``skipped``, and the estimated time left."""
         self.record(TRAIN_CSV, step, numbers)
-        # A row of 80 columns has no room for a loss's parts.
+        # A line of 80 columns has no room for the parts of a loss.
         loss, rate = f"loss {numbers['loss']:.4g}", f"{numbers['samples_per_s']:,.0f}"
         self.ends_at = time.monotonic() + seconds_left
         self.tick(step, f"{loss}  {rate}/s")
@@ -113,14 +113,17 @@ class RunLog:
             )
         if skipped:
             self.say(
-                f"step {step:,}: left out {skipped} of the last steps, whose gradients were not finite",
+                f"step {step:,}: skipped {skipped} of the last steps because gradients were not finite",
                 "yellow",
             )
 
     def evaluated(
         self, step: int, numbers: Mapping[str, float], *, shown: Sequence[str], best: float | None
     ) -> None:
-        """The scores of an evaluation; ``best`` is an earlier one that was better, None if these are best."""
+        """Log the scores of an evaluation.
+
+        ``best`` is a better earlier score, None if this one is the best.
+        """
         self.record(EVAL_CSV, step, numbers)
         text = "  ".join(
             # Counts are whole: 50,000, not 5e+04.
@@ -132,18 +135,18 @@ class RunLog:
         self.say(f"epoch {numbers['epoch']:.4g}: {text}  {mark}")
 
     def unreadable(self, file: Unreadable) -> None:
-        """A file is left out, wherever it was found."""
+        """Report an unreadable file, in whichever process it was found."""
         text = f"skipped {printable(file.path)}: {file.reason}"
         if self.active:
             self.say(text, "yellow")
         else:
-            # The main process does not know of it.
+            # The main process does not know about it.
             print(text, file=sys.stderr)
 
     # How it is said and written
 
     def say(self, text: str, style: str = "") -> None:
-        """A line for the user."""
+        """Print a line for the user."""
         self.console.print(text, style=style, markup=False)
 
     def tick(self, step: int, numbers: str = "") -> None:
@@ -152,7 +155,7 @@ class RunLog:
             not numbers and time.monotonic() - self.drawn < REDRAW_SECONDS
         ):
             return
-        # Until the first numbers nothing is known.
+        # The time left is unknown until the first numbers.
         left = "" if self.ends_at is None else clock(self.ends_at - time.monotonic())
         self.progress.update(self.bar, completed=step, left=left)
         if numbers:
@@ -161,7 +164,7 @@ class RunLog:
         self.drawn = time.monotonic()
 
     def record(self, file: str, step: int, numbers: Mapping[str, float]) -> None:
-        """A row of a CSV file, and the same numbers for TensorBoard and Weights & Biases."""
+        """Write a row of a CSV file, and the same numbers to TensorBoard and Weights & Biases."""
         if not self.active:
             return
         row = {"step": step, **{name: _short(value) for name, value in numbers.items()}}
@@ -180,11 +183,11 @@ class RunLog:
             self.wandb.log({f"{part}/{name}": value for name, value in numbers.items()}, step=step)
 
     def picture(self, file: str, step: int, page: Image.Image) -> None:
-        """A picture in the place of the last one of its name; TensorBoard and Weights & Biases keep all."""
+        """Write a picture, replacing the last one of that name; TensorBoard and Weights & Biases keep all."""
         if not self.active:
             return
         content = io.BytesIO()
-        # Hardly larger than by default, in a third of the time.
+        # Hardly larger than with the default level, and takes a third of the time.
         page.save(content, "PNG", compress_level=1)
         replace_durably(self.output / file, content.getvalue())
         name = file.removesuffix(".png")
@@ -197,7 +200,7 @@ class RunLog:
 
 
 class Timer:
-    """Samples a second, evaluation and saving not counted."""
+    """Measures samples per second, not counting time for evaluation and saving."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -207,7 +210,7 @@ class Timer:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         if self.device.type == "cuda":
-            # The steps still under way are no part of the pause.
+            # Steps that are still running are not part of the pause.
             torch.cuda.synchronize(self.device)
         paused_at = time.perf_counter()
         yield
@@ -222,7 +225,7 @@ class Timer:
 
 
 class TimeLeft:
-    """Seconds until the end of a run: of its steps, each as long as the last ones, and of its evaluations.
+    """Estimates the seconds until the end of a run from the times of its last steps and evaluations.
 
     Example:
         >>> left = TimeLeft()
@@ -238,11 +241,11 @@ class TimeLeft:
         self.step = self.evaluation = 0.0
 
     def note_step(self, seconds: float) -> None:
-        """How long one of the last steps took."""
+        """Record how long one of the last steps took."""
         self.step = self._mean(self.step, seconds)
 
     def note_evaluation(self, seconds: float) -> None:
-        """How long an evaluation took; before the first, none is reckoned with."""
+        """Record how long an evaluation took; until the first, evaluations count as taking no time."""
         self.evaluation = self._mean(self.evaluation, seconds)
 
     def __call__(self, steps: int, evaluations: int) -> float:
@@ -253,7 +256,7 @@ class TimeLeft:
 
 
 def clock(seconds: float) -> str:
-    """A time as hours, minutes and seconds.
+    """Format a time as hours, minutes and seconds.
 
     Example:
         >>> clock(59), clock(3725), clock(200_000)
@@ -265,7 +268,7 @@ def clock(seconds: float) -> str:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory held so far: by tensors on a GPU, by the process on a CPU; NaN where nobody tells."""
+    """Peak memory so far: of tensors on a GPU, of the process on a CPU; NaN if it can't be measured."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if sys.platform == "win32":
@@ -282,7 +285,7 @@ def _short(value: float) -> float | str:
 
 
 def _drop_rows_after(path: Path, step: int) -> None:
-    """Keep the rows up to a step; a last line that was cut off goes, too."""
+    """Drop the rows after a step, and a truncated last line."""
     if not path.exists():
         return
     header, *lines = path.read_bytes().splitlines(keepends=True) or [b""]

@@ -46,21 +46,22 @@ from softfree.training.settings import Given, OptimSettings, RunSettings, read_s
 
 @dataclasses.dataclass(frozen=True)
 class LongRangeDataSettings:
-    """What the run reads."""
+    """The data to train and test on."""
 
     task: str = "listops"
     """listops, text, retrieval, image, pathfinder or twins"""
     data_dir: str | None = None
-    """the task's files; twins needs none, nor does listops: without LRA's basic_train.tsv, ... here it is made, and kept
-    here or in the user's cache folder"""
+    """folder with the task's files. twins needs none. listops is generated if LRA's basic_train.tsv, ... are
+    not here, and then kept here or in the user's cache folder"""
     listops_train: int = 96_000
-    """training samples of listops, where it is made"""
+    """number of training samples if listops is generated"""
     listops_eval: int = 2_000
-    """dev samples, and test samples, of listops, where it is made"""
+    """number of dev samples, and of test samples, if listops is generated"""
     listops_seed: int = 0
-    """of the samples of listops"""
+    """seed for the samples if listops is generated"""
     eval_samples: int = 0
-    """evaluate on so many of the dev samples, drawn at random, always the same; 0: all. The test at the end has all"""
+    """evaluate on this many random dev samples, always the same ones; 0: all. The test at the end uses all
+    samples"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +71,9 @@ class SequenceModelSettings:
     attention: str = "softfree"
     """softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer, agent or flatten"""
     attention_options: Annotated[tuple[str, ...], tyro.conf.arg(name="model-kwargs")] = ()
-    """further arguments of the attention: stride=32 (tokens of a SOFT landmark), kernel=softmax (Performer)"""
+    """further arguments of the attention: stride=32 (tokens per SOFT landmark), kernel=softmax (Performer)"""
     pooling: str = "mean"
-    """mean of the tokens, or cls: a class token; none (twins): a class for each token"""
+    """mean: average of the tokens; cls: a class token; none (twins): a class for each token"""
     dim: int = 64
     """channels"""
     depth: int = 2
@@ -82,7 +83,7 @@ class SequenceModelSettings:
     mlp_dim: int = 128
     """hidden channels of the MLPs"""
     mlp_conv: int = 0
-    """length of a depthwise convolution of the MLPs' hidden tokens, odd; 0: none"""
+    """odd kernel size of a depthwise convolution over the MLPs' hidden tokens; 0: none"""
     dropout: float = 0.1
     """dropout after embedding and attention and in the MLPs"""
 
@@ -99,14 +100,14 @@ class LongRangeSettings:
 
 
 # Batch, steps, warm-up and learning rate are those of the Nyströmformer's comparison, which the SOFT papers
-# took. It evaluates more often on listops (every 50 steps), retrieval (300) and pathfinder (312).
+# use. It evaluates more often on listops (every 50 steps), retrieval (300) and pathfinder (312).
 _LR = 1e-4
 RECIPES = {
     task: LongRangeSettings(
         task,
         data=LongRangeDataSettings(task=task),
         optim=OptimSettings(
-            # The ends of the learning rate are those of torch's OneCycleLR.
+            # First and last learning rate are those of torch's OneCycleLR.
             batch_size=batch_size, steps=steps, warmup_steps=warmup_steps, lr=_LR, warmup_lr=_LR / 25,
             min_lr=_LR * 4e-6, sched="linear", weight_decay=0.0,
         ),
@@ -120,7 +121,7 @@ RECIPES = {
         ("pathfinder", 256, 62_400, 312, 624, 8),
     )
 }  # fmt: skip
-# Ours: what two blocks need to find equal cells, in seconds.
+# Our own task: enough for two blocks to learn to find equal cells within seconds.
 RECIPES["twins"] = LongRangeSettings(
     "twins",
     data=LongRangeDataSettings(task="twins"),
@@ -131,7 +132,7 @@ RECIPES["twins"] = LongRangeSettings(
 
 
 class LongRange(Task):
-    """Sequences, pairs of them or their tokens to classes, with cross-entropy."""
+    """Classification of sequences, of pairs of them, or of their tokens, with cross-entropy."""
 
     name = "longrange"
     recipes = RECIPES
@@ -145,7 +146,9 @@ class LongRange(Task):
     @classmethod
     def adapt(cls, settings: Any, given: Given) -> Any:
         if "epochs" in given:
-            raise ValueError(f"`epochs` {given['epochs']}: these runs are counted in `steps`")
+            raise ValueError(
+                f"`epochs` {given['epochs']} can't be used here: the length of these runs is set by `steps`"
+            )
         usual, optim, run = RECIPES[settings.recipe].optim, settings.optim, settings.run
         if "warmup_steps" not in given:
             warmup = usual.warmup_steps * optim.steps // usual.steps
@@ -153,11 +156,12 @@ class LongRange(Task):
         if "eval_every" not in given:
             run = dataclasses.replace(run, eval_every=min(run.eval_every, optim.steps))
         model = settings.model
-        if settings.data.task == "twins" and "model_kwargs" not in given:
-            # Every cell is a landmark: equal cells that share theirs with others are hard to tell.
+        options = model.attention_options
+        if settings.data.task == "twins" and not any(o.startswith("stride=") for o in options):
+            # Every cell is a window: equal cells that share theirs with others are hard to tell apart.
             known = option_names(model.attention) if model.attention in ATTENTIONS else set()
             model = dataclasses.replace(
-                model, attention_options=("stride=1",) * ("stride" in known)
+                model, attention_options=(*["stride=1"] * ("stride" in known), *options)
             )
         return dataclasses.replace(settings, model=model, optim=optim, run=run)
 
@@ -171,7 +175,7 @@ class LongRange(Task):
         self.pad = PadSequences(self.task.length)
 
     def finish(self, outcome: Outcome) -> str:
-        """Test the step that was best on dev; the result is in test.json, too."""
+        """Test the checkpoint that was best on dev; the result is also written to test.json."""
         optim, run = self.settings.optim, self.settings.run
         scores = score_checkpoint(
             run.output / "best",
@@ -219,7 +223,7 @@ class LongRange(Task):
 
 @functools.lru_cache(maxsize=1)
 def load_data(settings: LongRangeDataSettings) -> LongRangeData:
-    """The task's samples; those asked for last are at hand, for a look at one after a training."""
+    """Load the task's samples; the last ones are cached, for looking at a sample after training."""
     check_at_least(1, listops_train=settings.listops_train, listops_eval=settings.listops_eval)
     return load_longrange(
         settings.task,
@@ -230,7 +234,7 @@ def load_data(settings: LongRangeDataSettings) -> LongRangeData:
 
 
 def first_sample(path: Path) -> Tensor:
-    """Tokens of the first dev sample of what a checkpoint was trained on: (n,), (n, channels), or (2, n) of a pair."""
+    """Tokens of the first dev sample of a checkpoint's task: (n,), (n, channels), or (2, n) for a pair."""
     settings = read_settings(LongRangeSettings, locate(path) / SETTINGS)
     tokens, _ = load_data(settings.data).dev[0]
     if isinstance(tokens, list):
@@ -240,7 +244,7 @@ def first_sample(path: Path) -> Tensor:
 
 
 def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dict[str, Any]:
-    """Keywords of :class:`SequenceClassifier`, tried out."""
+    """Checked keyword arguments for :class:`SequenceClassifier`."""
     if settings.attention not in ATTENTIONS:
         raise ValueError(
             f"`attention` must be one of {', '.join(ATTENTIONS)}, got {settings.attention!r}"
@@ -252,7 +256,7 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
     if (settings.pooling == "none") != task.per_token:
         labels = "none, a class for each token" if task.per_token else "mean or cls"
         raise ValueError(
-            f"`pooling` must be {labels}, with `task` {task.name}; got {settings.pooling}"
+            f"`pooling` must be {labels}, for `task` {task.name}; got {settings.pooling}"
         )
     check_at_least(1, depth=settings.depth, num_heads=settings.num_heads, mlp_dim=settings.mlp_dim)
     if settings.mlp_conv < 0 or (settings.mlp_conv and settings.mlp_conv % 2 == 0):
@@ -278,7 +282,7 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
 
 
 def build_encoder(arguments: dict[str, Any]) -> SequenceClassifier:
-    """The encoder of :func:`model_arguments`."""
+    """Build the encoder from the result of :func:`model_arguments`."""
     others = {name: value for name, value in arguments.items() if name != "attention_options"}
     return SequenceClassifier(**others, **arguments.get("attention_options", {}))
 
@@ -291,7 +295,8 @@ def evaluate_sequences(
 ) -> dict[str, float]:
     """Accuracy in percent and the loss, over the batches of all processes.
 
-    ``confusion``, zeros (classes, classes) int64, then counts what is taken for what: row the truth.
+    ``confusion``, zeros (classes, classes) int64, is filled with counts: rows are true classes, columns
+    predicted ones.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=processes.device)
     for batch in batches:
@@ -310,7 +315,7 @@ def evaluate_sequences(
 def score_labels(
     logits: Tensor, labels: Tensor, reduction: str = "mean"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, how many labels are hit, and how many there are; of sequences (b,) or their tokens (b, n)."""
+    """The loss, the number of correct labels, and their total, for sequences (b,) or their tokens (b, n)."""
     loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction=reduction)
     return loss, (logits.argmax(-1) == labels).sum(), (labels != UNLABELLED).sum()
 
@@ -322,7 +327,7 @@ def score_checkpoint(
     confusion: Tensor | None = None,
     **reading: Any,
 ) -> dict[str, float]:
-    """Scores of a checkpoint folder on samples of its task; ``reading`` are keywords of :func:`evaluation`."""
+    """Score a checkpoint folder on samples of its task; ``reading`` are keywords of :func:`evaluation`."""
     model, metadata = LongRange.load(path, processes.device)
     pad = PadSequences(metadata["model_kwargs"]["length"])
     with evaluation(samples, pad, processes, **reading) as (batches, _):

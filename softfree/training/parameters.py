@@ -13,21 +13,21 @@ from softfree.training.settings import OptimSettings
 def parameter_groups(
     model: nn.Module, optim: OptimSettings, backbone: nn.Module | None = None
 ) -> list[dict[str, Any]]:
-    """Groups for AdamW: layer-wise learning rates in the backbone, the full one outside of it.
+    """Groups for AdamW: layer-wise learning rates in the backbone, the full learning rate outside of it.
 
-    Biases, norms and what the backbone itself names (position embeddings) have no weight decay.
+    Biases, norms and parameters that the backbone itself exempts (position embeddings) have no weight decay.
 
     Args:
-        backbone: the feature extractor inside ``model`` that timm made; None: the model as a whole.
+        backbone: timm's feature extractor inside ``model``; None: the whole model.
     """
-    # timm wraps networks that give their own features.
+    # timm wraps networks that have their own method for features.
     network: Any = model if backbone is None else getattr(backbone, "model", backbone)
     exempt: set[str] = getattr(network, "no_weight_decay", set)()
     groups: list[dict[str, Any]] = []
     if optim.layer_decay < 1:
         if backbone is not None and not hasattr(network, "group_matcher"):
             raise ValueError(
-                "`layer_decay` needs a backbone that tells its layers, as softfree_* and softpp_* do, "
+                "`layer_decay` needs a backbone that defines its layers, as softfree_* and softpp_* do, "
                 f"got a {type(network).__name__}"
             )
         groups = param_groups_layer_decay(
@@ -51,13 +51,13 @@ def parameter_groups(
 
 
 def freeze(model: nn.Module, globs: Sequence[str]) -> None:
-    """Parameters whose names match need no gradient."""
+    """Freeze the parameters whose names match a glob pattern."""
     names = [name for name, _ in model.named_parameters()]
     for glob in globs:
         matching = set(fnmatch.filter(names, glob))
         if not matching:
             raise ValueError(
-                f"`freeze` {glob!r} matches no parameter; they are named {names[0]}, {names[-1]}, ..."
+                f"`freeze` {glob!r} matches no parameter; names look like {names[0]}, {names[-1]}, ..."
             )
         for name, parameter in model.named_parameters():
             if name in matching:

@@ -1,7 +1,7 @@
-"""Which samples a step sees: a function of (seed, step), so that a run continues where it stopped.
+"""Which samples a step sees: a function of (seed, step), so that a run can continue where it stopped.
 
-A key is (epoch, index). The epoch travels with the index to the loading processes, so these may work ahead
-into the next epoch, and a sample's augmentation depends on (seed, epoch, index) alone.
+A key is (epoch, index). Loading processes get the epoch along with the index, so they may work ahead into the
+next epoch, and a sample's augmentation depends only on (seed, epoch, index).
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ Key = tuple[int, int]
 
 
 class Augmented(Dataset):
-    """A data set whose items are asked for by key; random transforms are seeded by it.
+    """A data set indexed by keys; random transforms are seeded by the key.
 
-    An index beyond the last is that of an item that an epoch shows again, counted on from the first.
-    The generators are not put back: the engine seeds them again before it draws anything.
+    Indices beyond the last wrap around; they belong to items that an epoch shows more than once. The state of
+    the generators is not restored, because the engine seeds them before it draws anything.
     """
 
     def __init__(self, dataset: Any, seed: int):
@@ -48,10 +48,10 @@ def shuffle(samples: int, batch_size: int, generator: torch.Generator) -> Tensor
 class StepSampler(Sampler[list[Key]]):
     """The batches of this process from step ``start`` to step ``stop``, across epochs.
 
-    A global batch is a stretch of the epoch's permutation; its slice number ``pass_ * processes + rank`` is
-    the process's. So two processes of batch b, or one with two accumulated passes, see in one step what
-    one process of batch 2 b sees. What is left at the end of an epoch is dropped. ``permute(samples,
-    batch_size, generator)`` gives an epoch's order.
+    A global batch is a contiguous part of the epoch's permutation. Its slice number ``pass_ * processes +
+    rank`` belongs to this process. So two processes with batch size b, or one with two accumulated passes,
+    see in one step what one process with batch size 2 b sees. The remainder at the end of an epoch is
+    dropped. ``permute(samples, batch_size, generator)`` returns an epoch's order.
     """
 
     samples: int
@@ -86,15 +86,15 @@ class StepSampler(Sampler[list[Key]]):
     def on_device(
         self, device: torch.device, plan_epoch: Callable[[Tensor], Tensor]
     ) -> Generator[Tensor]:
-        """The same batches on a device, where an epoch goes as a whole.
+        """Yield the same batches on a device; an epoch's order is copied there at once.
 
-        ``plan_epoch(order)`` is given the indices (n,), and gives (..., n) to take the batches from; the
-        generators are seeded for it.
+        ``plan_epoch(order)`` turns the indices (n,) into (..., n), which batches are slices of. The
+        generators are seeded before the call.
         """
         for epoch, slices in itertools.groupby(self._slices(), operator.itemgetter(0)):
             order = self._order(epoch)
             if device.type == "cuda":
-                # So that the host need not wait for the steps under way.
+                # So that the host need not wait for steps that are still running.
                 order = order.pin_memory()
             order = order.to(device, non_blocking=True)
             seed_all(self.seed, epoch)
@@ -103,7 +103,7 @@ class StepSampler(Sampler[list[Key]]):
                 yield plan[..., part]
 
     def _slices(self) -> Iterator[tuple[int, slice]]:
-        """Of each batch the epoch, and where it lies in that epoch's order."""
+        """Yield the epoch of each batch, and its slice of that epoch's order."""
         for step in range(self.start, self.stop):
             epoch, position = divmod(step, self.steps_per_epoch)
             for pass_ in range(self.passes):
@@ -117,19 +117,19 @@ class StepSampler(Sampler[list[Key]]):
 
 
 class EvalSampler(BatchSampler):
-    """Batches of the process's own share of the samples: each sample once, none repeated to fill up."""
+    """Batches of this process's share of the samples: each sample once, without repeating any as padding."""
 
     def __init__(self, samples: int, batch_size: int, rank: int, processes: int):
         super().__init__(range(rank, samples, processes), batch_size, drop_last=False)
 
     def on_device(self, device: torch.device) -> Generator[Tensor]:
-        """The same batches as indices on a device."""
+        """Yield the same batches as indices on a device."""
         for indices in self:
             yield torch.tensor(indices, device=device)
 
 
 def seed_all(*key: int) -> None:
-    """Seed Python's, numpy's and torch's generators (CPU and GPU in use) from the numbers of ``key``."""
+    """Seed the generators of Python, NumPy and torch (CPU, and GPU if in use) from the numbers ``key``."""
     seed = seed_generators(*key)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

@@ -8,7 +8,7 @@ from softfree.training.settings import OptimSettings
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Warm-up in a straight line, then cosine, a straight line, or drops at milestones.
+    """Linear warm-up, then a cosine, a straight line, or drops at milestones.
 
     Example:
         >>> schedule = Schedule("linear", total=10, warmup=2, lr=1.0, min_lr=0.0, warmup_lr=0.0)
@@ -27,13 +27,13 @@ class Schedule:
 
     @classmethod
     def of(cls, optim: OptimSettings, steps_per_epoch: int) -> "Schedule":
-        """The schedule of a run; lengths in epochs become steps."""
+        """Create the schedule of a run; lengths in epochs are converted to steps."""
         total = optim.steps or optim.epochs * steps_per_epoch
         warmup = optim.warmup_steps or round(optim.warmup_epochs * steps_per_epoch)
         if warmup >= total:
             raise ValueError(
                 f"the warm-up of {warmup} steps (`warmup_epochs`, `warmup_steps`) must be shorter than "
-                f"the run of {total} (`epochs`, `steps`); `warmup_epochs` 0 means none"
+                f"the run of {total} (`epochs`, `steps`); `warmup_epochs` 0 turns it off"
             )
         unit = 1 if optim.steps else steps_per_epoch
         milestones = tuple(milestone * unit for milestone in optim.decay_milestones)
@@ -41,7 +41,7 @@ class Schedule:
         return cls(optim.sched, total, warmup, *rates, milestones, optim.decay_rate)
 
     def __call__(self, step: int) -> float:
-        """Learning rate of step ``step``, counted from 0."""
+        """The learning rate of step ``step``, counted from 0."""
         if step < self.warmup:
             return self.warmup_lr + (self.lr - self.warmup_lr) * (step + 1) / self.warmup
         if self.sched == "multistep":

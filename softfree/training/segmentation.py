@@ -53,6 +53,7 @@ from softfree.training.dense import (
     any_sizes,
     check_variation,
     has_fewer_files,
+    is_pyramid,
 )
 from softfree.training.distributed import Processes
 from softfree.training.parameters import parameter_groups
@@ -63,39 +64,40 @@ AUXILIARY_WEIGHT = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class SegmentationDataSettings:
-    """What the run reads, how pictures are cut and varied, and what classes weigh."""
+    """The data, how pictures are cropped and augmented, and the weights of classes."""
 
     data_dir: str | None = None
     """folder in the layout of ADE20K, Cityscapes or PASCAL VOC, with images/train, images/val, masks/train,
     masks/val and classes.txt, or with masks of objects (COCO, Roboflow, YOLO); none: an embedded set"""
     dataset: Embedded = "shapes"
-    """without --data-dir: shapes on textured ground, or twins: which of 64 cells occur twice?"""
+    """without --data-dir: shapes on a textured background, or twins (which of 64 cells occur twice?)"""
     ignore_label: int = IGNORE
     """value in masks/ that stands for no class"""
     skip_bad_annotations: bool = False
-    """of masks of objects: leave out those that can't be used, instead of an error"""
+    """with masks of objects: skip those that can't be used instead of raising an error"""
     check_data: bool = True
-    """look at every class map before training"""
+    """check every class map before training"""
     crop: int = 512
-    """training: side of the square that is cut out at random"""
+    """training: side of the random square crop"""
     short_side: int = 512
-    """short side that pictures are resized to, in training before the cut; 0: as they are"""
+    """short side that pictures are resized to, in training before the crop; 0: not resized"""
     scales: tuple[float, float] = (1.0, 1.0)
-    """training: the short side is multiplied by a random number from here to here; needs a short side"""
+    """training: range of the random factor that the short side is multiplied by; needs --short-side"""
     color_jitter: float = 0.0
-    """training: change of brightness, contrast and saturation"""
+    """training: strength of random changes in brightness, contrast and saturation"""
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: classes of few pixels count more in the loss, by one over the root of their share of the pixels"""
+    """balanced: rare classes count more in the loss, by one over the square root of their share of the
+    pixels"""
     window: int = 0
-    """evaluation: side of the windows that slide over a picture; 0: the whole picture at once"""
+    """evaluation: side of the sliding windows; 0: the whole picture at once"""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSettings:
-    """What lies on top of the backbone."""
+    """The head on top of the backbone."""
 
     head: Literal["upernet", "linear"] = "upernet"
-    """UPerNet, or a linear layer on each map of the backbone"""
+    """UPerNet, or a linear layer on each feature map of the backbone"""
     width: int = 512
     """channels of UPerNet"""
 
@@ -112,7 +114,7 @@ class SegmentationSettings:
     run: RunSettings = dataclasses.field(default_factory=RunSettings)
 
 
-# The paper's: AdamW, learning rate 6e-4, no scaling at random. MMSegmentation's "poly" of power 1 is a
+# The paper's settings: AdamW, learning rate 6e-4, no random scaling. MMSegmentation's "poly" of power 1 is a
 # straight line; its warm-up takes 1500 steps.
 _PAPER = OptimSettings(
     lr=6e-4, min_lr=0.0, sched="linear", warmup_steps=1500, warmup_lr=1e-6, weight_decay=0.01,
@@ -149,8 +151,8 @@ RECIPES = {
             ),
             run=RunSettings(workers=0, eval_every=500),
         ),
-        # A token of the second stage is a cell, and a landmark. Neither windows that overlap nor convolutions: up to there
-        # nothing but the attention passes from cell to cell.
+        # Each token of the second stage is a cell, and a landmark. There are neither overlapping windows nor
+        # convolutions, so up to there only attention carries information from cell to cell.
         SegmentationSettings(
             "twins",
             data=SegmentationDataSettings(dataset="twins", crop=64, short_side=0),
@@ -173,7 +175,7 @@ HEADS: dict[str, Callable[..., nn.Module]] = {"upernet": upernet, "linear": line
 
 
 class Segmentation(DenseTask):
-    """Pictures to a class for every pixel, with cross-entropy and an auxiliary head."""
+    """Classification of every pixel, with cross-entropy and an auxiliary head."""
 
     name = "segmentation"
     recipes = RECIPES
@@ -190,18 +192,20 @@ class Segmentation(DenseTask):
         upernet_head = settings.decoder.head == "upernet"
         if settings.optim.batch_size == 1 and upernet_head and not settings.run.sync_bn:
             raise ValueError(
-                "`batch_size` must be at least 2, got 1: a batch norm of UPerNet sees one value per picture"
+                "`batch_size` must be at least 2, got 1: UPerNet has a batch norm that sees only one value per "
+                "picture"
             )
         if given.dataset == "twins" and given.data_dir is not None:
             raise ValueError(
-                f"`dataset` twins is drawn and has no files, got `data_dir` {given.data_dir}: give one of the two"
+                f"`dataset` twins is generated and reads no files, got `data_dir` {given.data_dir}; use one of the "
+                "two"
             )
         check_variation(given.scales, given.color_jitter)
         if not given.short_side and given.scales != (1.0, 1.0):
             low, high = given.scales
             raise ValueError(
-                f"`scales` {low:g} {high:g} multiply the short side, but `short_side` is 0, pictures as they are: "
-                f"give one, such as that of the crop (`short_side` {given.crop}), or no `scales`"
+                f"`scales` {low:g} {high:g} multiply the short side, but with `short_side` 0 pictures are not resized; "
+                f"set it, for example to the size of the crop (`short_side` {given.crop}), or drop `scales`"
             )
         if data is None:
             data = load_segmentation(
@@ -236,12 +240,26 @@ class Segmentation(DenseTask):
     def count_samples(cls, data_dir: str) -> int:
         if not has_class_maps(Path(data_dir)):
             return count_pictures(Path(data_dir), "train")
-        # Lists files and opens none.
+        # Only lists the files, without opening them.
         return len(load_split(data_dir, "train", check=False)[0])
 
     @classmethod
     def usual_recipe(cls, given: Given) -> str:
         return "twins" if given.get("dataset") == "twins" else super().usual_recipe(given)
+
+    @classmethod
+    def adapt(cls, settings: Any, given: Given) -> Any:
+        """As for all dense tasks; arguments given for a pyramid on twins are added to those of the recipe.
+
+        Without the recipe's, cells would see each other by convolutions.
+        """
+        settings = super().adapt(settings, given)
+        backbone = settings.backbone
+        if settings.recipe == "twins" and is_pyramid(backbone.model):
+            usual = RECIPES["twins"].backbone.model_kwargs
+            merged = {each.partition("=")[0]: each for each in (*usual, *backbone.model_kwargs)}
+            backbone = dataclasses.replace(backbone, model_kwargs=tuple(merged.values()))
+        return dataclasses.replace(settings, backbone=backbone)
 
     @classmethod
     def build(cls, metadata: dict[str, Any], **kwargs: Any) -> nn.Module:
@@ -289,7 +307,7 @@ class Segmentation(DenseTask):
 
     @functools.cache  # noqa: B019, a task lives as long as its run
     def weights(self, device: torch.device) -> Tensor | None:
-        """What the classes weigh, (classes,), or None: all the same."""
+        """The weights of the classes in the loss, (classes,); None if all are equal."""
         if self.settings.data.class_weights == "none":
             return None
         return balanced_weights(self.data.train, len(self.class_names)).to(device)
@@ -333,11 +351,11 @@ def evaluate_segmenter(
     window: int = 0,
     views: Views = AS_IS,
 ) -> tuple[dict[str, float], Tensor]:
-    """mIoU and pixel accuracy in percent, over the pictures of all processes, and what is taken for what.
+    """mIoU and pixel accuracy in percent over the pictures of all processes, and the confusion matrix.
 
-    That is (classes, classes) int64, pixels: row the truth, column the prediction. Intersections and unions are
-    summed over all pictures before they are divided. A class that occurs neither in the truth nor in the
-    predictions does not count in the mean.
+    The matrix, (classes, classes) int64, counts pixels: rows are the truth, columns the predictions.
+    Intersections and unions are summed over all pictures before they are divided. A class that occurs neither
+    in the truth nor in the predictions is not part of the mean.
     """
     from torchmetrics.classification import MulticlassConfusionMatrix
 
@@ -356,7 +374,7 @@ def evaluate_segmenter(
 
 
 def _same_sizes(batch: SegmentationBatch) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pictures of a batch and their class maps, stacked where both have the same size."""
+    """Yield the pictures of a batch and their class maps, stacked where both have the same size."""
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for image, class_map in zip(batch.images, batch.class_maps, strict=True):
         groups.setdefault((image.shape, class_map.shape), []).append((image, class_map))
@@ -368,7 +386,7 @@ def _same_sizes(batch: SegmentationBatch) -> Iterator[tuple[Tensor, Tensor]]:
 def predict_classes(
     model: nn.Module, image: Tensor, size: Sequence[int], window: int = 0, views: Views = AS_IS
 ) -> Tensor:
-    """The class of every pixel, (batch, *size) int64, from normalised pictures (batch, 3, H, W).
+    """Predict the class of every pixel, (batch, *size) int64, of normalised pictures (batch, 3, H, W).
 
     Over several views the probabilities are averaged, as MMSegmentation does.
     """
@@ -385,9 +403,9 @@ def predict_classes(
 
 
 def _cross_entropy(logits: Tensor, classes: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Mean over the pixels that have a class; 0 where none has, of which a plain mean makes NaN.
+    """Mean cross-entropy over the pixels that have a class; 0 if none has one, where a plain mean gives NaN.
 
-    Of ``weights`` (classes,) the mean over the pixels of the data is 1.
+    The mean of ``weights`` (classes,) over the pixels of the data is 1.
     """
     total = F.cross_entropy(logits.float(), classes, weights, ignore_index=IGNORE, reduction="sum")
     return total / (classes != IGNORE).sum().clamp(min=1)

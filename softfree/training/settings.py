@@ -1,4 +1,4 @@
-"""Settings that every task shares; how they are changed, checked, written and read."""
+"""Settings that all tasks share; how they are changed, checked, written and read."""
 
 import dataclasses
 import json
@@ -16,11 +16,11 @@ from softfree.training.devices import AmpDtype
 
 logger = logging.getLogger(__name__)
 Settings = TypeVar("Settings")
-# Arguments that the user gave, by name, each with its first value as it was typed.
+# Arguments that the user gave: for each name, the first value as it was typed.
 Given = Mapping[str, str]
-# Where a run writes is for its user to say.
+# Only the user, not a file, decides where a run writes.
 NOT_FROM_FILES = ("output", "resume", "overwrite")
-# torch warns of more loading processes than there are cores.
+# torch warns if there are more loading processes than cores.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
 
 
@@ -29,67 +29,67 @@ class OptimSettings:
     """The optimizer (AdamW), its schedule, and the precision."""
 
     batch_size: int = 128
-    """samples of one process in one forward pass"""
+    """samples per process in one forward pass"""
     grad_accum_steps: int = 1
-    """forward passes summed up in one step of the optimizer"""
+    """forward passes accumulated into one optimizer step"""
     epochs: int = 300
     """passes over the training data"""
     steps: int = 0
-    """steps of the optimizer; above 0, this counts and not --epochs"""
+    """optimizer steps; if above 0, replaces --epochs"""
     lr: float = 1e-3
     """highest learning rate"""
     min_lr: float = 5e-5
     """learning rate at the end (cosine, linear)"""
     sched: Literal["cosine", "linear", "multistep"] = "cosine"
-    """from the highest learning rate to the lowest: cosine, a straight line, or drops"""
+    """how the learning rate falls: along a cosine, in a straight line, or in drops (multistep)"""
     warmup_epochs: float = 0.0
-    """epochs in which the learning rate rises in a straight line"""
+    """epochs during which the learning rate rises linearly"""
     warmup_steps: int = 0
-    """the same in steps; above 0, this counts and not --warmup-epochs"""
+    """the same in steps; if above 0, replaces --warmup-epochs"""
     warmup_lr: float = 0.0
-    """where the rise begins"""
+    """learning rate at the start of the warm-up"""
     decay_milestones: tuple[int, ...] = ()
     """with --sched multistep: epochs (steps, with --steps) after which the learning rate drops"""
     decay_rate: float = 0.1
-    """with --sched multistep: factor of a drop"""
+    """with --sched multistep: factor applied at each drop"""
     weight_decay: float = 0.05
     """AdamW's weight decay; biases, norms and position embeddings have none"""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's betas"""
     layer_decay: float = 1.0
-    """learning rate of a layer over that of the layer after it; 1: the same for all"""
+    """learning rate of a layer relative to that of the layer after it; 1: the same for all"""
     clip_grad: float = 0.0
-    """largest norm of the gradient, larger ones are scaled down; 0: no limit"""
+    """maximum norm of the gradient, larger ones are scaled down; 0: no limit"""
     amp_dtype: AmpDtype = "auto"
-    """autocast; auto: bfloat16 on a GPU, none on a CPU"""
+    """autocast dtype; auto: bfloat16 on a GPU, none on a CPU"""
     model_ema: bool = False
-    """keep a moving average of the weights, and evaluate that"""
+    """keep a moving average of the weights and evaluate it"""
     model_ema_decay: float = 0.9998
     """share of the old average in the new one"""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """Where a run goes, how it is saved, logged and spread over devices."""
+    """Where a run is stored, and how it is saved, logged and distributed over devices."""
 
     output: Path = Path("output")
     """folder for checkpoints, logs and settings"""
     resume: str = ""
     """continue from this checkpoint folder; 'auto': from OUTPUT/last if there is one"""
     overwrite: bool = False
-    """begin anew where --output has a run, whose checkpoints and logs are removed"""
+    """start a new run even if --output has one, and remove the checkpoints and logs of the old run"""
     save_every: str = "1e"
-    """save OUTPUT/last every so many epochs (2e), steps (500) or seconds (600s)"""
+    """how often to save OUTPUT/last, in epochs (2e), steps (500) or seconds (600s)"""
     eval_every: int = 0
-    """evaluate every so many steps; 0: after each epoch (and at the end)"""
+    """steps between evaluations; 0: evaluate after each epoch (and at the end)"""
     patience: int = 0
-    """end the run after so many evaluations in a row without a better score; 0: never"""
+    """end the run after this many evaluations in a row without a better score; 0: never"""
     seed: int = 42
-    """of weights, order and augmentation of the data, dropout"""
+    """random seed for weights, data order, augmentation and dropout"""
     device: str = "auto"
     """cuda, cpu, or auto: a GPU if there is one"""
     workers: int = WORKERS
-    """processes that load data, for each training process; 0: none beside it"""
+    """data-loading processes per training process; 0: load in the training process itself"""
     log_interval: int = 50
     """steps between two lines of the log"""
     log_tensorboard: bool = False
@@ -97,23 +97,24 @@ class RunSettings:
     log_wandb: bool = False
     """also log to Weights & Biases"""
     max_skipped: int = 20
-    """stop after so many steps in a row without a finite gradient"""
+    """stop after this many steps in a row without a finite gradient"""
     channels_last: bool = False
-    """keep weights and images with the channels last in memory"""
+    """keep weights and images in channels-last memory format"""
     torchcompile: bool = False
     """compile the model with torch.compile"""
     cuda_graph: bool = False
-    """classification and longrange, one GPU: replay steps from a CUDA graph, however slow the host"""
+    """replay steps from a CUDA graph, so that a slow host does not matter (only classification and longrange,
+    on one GPU)"""
     grad_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     sync_bn: bool = False
-    """batch norms count the samples of all processes (GPU only)"""
+    """compute batch norm statistics over the samples of all processes (GPU only)"""
     fsdp: bool = False
-    """share out weights and optimizer among the processes (FSDP2) instead of copying them (DDP)"""
+    """shard weights and optimizer state over the processes (FSDP2) instead of replicating them (DDP)"""
 
 
 def parse_interval(text: str) -> tuple[int, Literal["e", "s", ""]]:
-    """A number of epochs ("e"), seconds ("s") or steps ("").
+    """Parse a number of epochs ("e"), seconds ("s") or steps ("").
 
     Example:
         >>> parse_interval("2e"), parse_interval("600s"), parse_interval("500")
@@ -129,7 +130,7 @@ def parse_interval(text: str) -> tuple[int, Literal["e", "s", ""]]:
 
 
 def check_settings(optim: OptimSettings, run: RunSettings) -> None:
-    """Refuse values that can't be meant."""
+    """Raise if a value is invalid."""
     parse_interval(run.save_every)
     for part, least, names in (
         (optim, 1, ("batch_size", "grad_accum_steps", "epochs")),
@@ -140,7 +141,7 @@ def check_settings(optim: OptimSettings, run: RunSettings) -> None:
         check_at_least(least, **{name: getattr(part, name) for name in names})
     if run.overwrite and run.resume:
         raise ValueError(
-            f"`overwrite` begins anew and `resume` {run.resume} goes on: give one of them"
+            f"`overwrite` starts a new run and `resume` {run.resume} continues one: use only one of them"
         )
     if not all(0 <= beta < 1 for beta in optim.betas):
         first, second = optim.betas
@@ -152,17 +153,17 @@ def check_settings(optim: OptimSettings, run: RunSettings) -> None:
 
 
 def fit_length(optim: OptimSettings, recipe: OptimSettings, given: Given) -> OptimSettings:
-    """``optim``, made of ``recipe`` and what was given, with warm-up and drops that fit the run's length.
+    """Fit warm-up and drops of ``optim``, the settings of ``recipe`` and the user, to the run's length.
 
-    A recipe that counts in steps gives way to ``epochs``. The warm-up takes a tenth of the run at most, and drops
-    come at the same share of the run. What was given stays.
+    If the user gives ``epochs``, they replace the steps of a recipe. The warm-up takes at most a tenth of the
+    run, and drops come at the same fraction of the run as in the recipe. What the user gave is kept.
     """
     steps = optim.steps if "steps" in given else recipe.steps
     if "epochs" in given and "steps" not in given:
         steps = 0
     warmup, warmup_epochs = recipe.warmup_steps, recipe.warmup_epochs
     if steps:
-        # Of a recipe that counts in epochs the same share of the run.
+        # If the recipe counts in epochs, the warm-up takes the same share of the run.
         warmup = round(steps * warmup_epochs / recipe.epochs) if warmup_epochs else warmup
         warmup = min(warmup, steps // 10)
         warmup_epochs = 0.0
@@ -170,7 +171,7 @@ def fit_length(optim: OptimSettings, recipe: OptimSettings, given: Given) -> Opt
         warmup = 0
     else:
         warmup_epochs = min(warmup_epochs, optim.epochs / 10)
-    # Given in one unit, it is not the recipe's in the other.
+    # If the user gave the warm-up in one unit, the recipe's value in the other unit does not apply.
     warmup = 0 if "warmup_epochs" in given else warmup
     warmup_epochs = 0.0 if "warmup_steps" in given else warmup_epochs
     share = (steps or optim.epochs) / (recipe.steps or recipe.epochs)
@@ -191,13 +192,15 @@ def fit_batch(
     count: Callable[[], int],
     least: int = 1,
 ) -> tuple[OptimSettings, list[str]]:
-    """``optim`` with a batch that little data fills at least twice an epoch, and a line that says so.
+    """Reduce the batch size if the data is small, so that an epoch has at least two steps.
+
+    Also return a note.
 
     Args:
-        optim: what was asked for.
-        has_fewer: whether there are fewer training pictures than a number; quicker than ``count``.
-        count: how many there are.
-        least: the smallest batch.
+        optim: the settings to fit.
+        has_fewer: tells whether there are fewer training pictures than a number; faster than ``count``.
+        count: returns the number of training pictures.
+        least: the smallest batch size allowed.
 
     Example:
         >>> optim, notes = fit_batch(OptimSettings(batch_size=1024), lambda n: 186 < n, lambda: 186)
@@ -210,7 +213,7 @@ def fit_batch(
     try:
         samples = count()
     except (ValueError, FileNotFoundError):
-        # Folders that can't be read are for the run to refuse, not for its --help.
+        # The run, but not its --help, should raise if a folder can't be read.
         return optim, []
     most = samples // (2 * passes)
     size = max(least, 2 ** max(0, most.bit_length() - 1))
@@ -221,14 +224,14 @@ def fit_batch(
 
 
 def say_fitted(notes: Sequence[str]) -> None:
-    """Log, in one of the processes, what was chosen for the data at hand."""
+    """Log what was adjusted to the data, in the main process only."""
     if os.environ.get("RANK", "0") == "0":
         for line in notes:
             logger.info(line)
 
 
 def override(settings: Settings, overrides: Mapping[str, Mapping[str, Any]]) -> Settings:
-    """``settings`` with some fields of its parts changed."""
+    """A copy of ``settings`` with some fields of its parts changed."""
     parts: Any = settings
     changed = {
         name: dataclasses.replace(getattr(parts, name), **value)
@@ -238,25 +241,28 @@ def override(settings: Settings, overrides: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def settings_to_json(settings: Any) -> str:
-    """Settings as JSON, by part and name of the flag."""
+    """Convert settings to JSON, by part and field."""
     return json.dumps(dataclasses.asdict(settings), indent=2, default=str) + "\n"
 
 
 def read_settings(kind: type[Settings], path: Path) -> Settings:
-    """Settings that :func:`settings_to_json` wrote; where a run writes is for its user to say, not for a file."""
+    """Read settings that :func:`settings_to_json` wrote, except those in ``NOT_FROM_FILES``."""
     try:
         return from_plain(kind, read_json(path))
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path} is no settings.json of this command: {error}") from error
+        raise ValueError(f"{path} is not a settings.json of this command: {error}") from error
 
 
 def from_plain(kind: type[Settings], values: Any) -> Settings:
-    """A dataclass from what JSON made of it: lists become tuples, names become paths; raises ``ValueError``."""
+    """Create a dataclass from JSON values: lists become tuples, strings become paths.
+
+    Raises ``ValueError``.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"it must be a mapping, got {values!a:.60}")
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"it has {', '.join(unknown)!a:.200}, unknown here")
+        raise ValueError(f"it has unknown settings: {', '.join(unknown)!a:.200}")
     made: dict[str, Any] = {}
     for name, value in values.items():
         hint = hints[name]
@@ -267,7 +273,7 @@ def from_plain(kind: type[Settings], values: Any) -> Settings:
                 raise ValueError(f"{name!r}: {error}") from error
         elif not _fits(hint, value):
             wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-            raise ValueError(f"{name!r} must be of {wanted}, got {value!a:.60}")
+            raise ValueError(f"{name!r} must be {wanted}, got {value!a:.60}")
         else:
             made[name] = Path(value) if hint is Path else _as_tuple(value)
     if kind is RunSettings:
@@ -280,7 +286,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether JSON's ``value`` is one of the type ``hint``."""
+    """Whether ``value``, read from JSON, is of the type ``hint``."""
     arguments = typing.get_args(hint)
     origin = typing.get_origin(hint)
     if origin is Literal:

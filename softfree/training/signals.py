@@ -1,4 +1,4 @@
-"""Being asked to stop: by SIGTERM (schedulers, torchrun), SIGHUP (a terminal that closes) or Ctrl-C."""
+"""Requests to stop: SIGTERM (schedulers, torchrun), SIGHUP (a terminal that closes) or Ctrl-C."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         for number in STOPPING:
-            # Under nohup a run outlives its terminal.
+            # Under nohup the signal is ignored, and the run outlives its terminal.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self.before[number] = signal.signal(number, self._note)
         return self
@@ -35,6 +35,6 @@ class StopRequest:
             self.before[number](number, frame)  # raises KeyboardInterrupt
         self.signal = number
         if number not in (signal.SIGTERM, signal.SIGINT):
-            # The terminal is gone: the next line would be an error that keeps the run from being saved.
+            # The terminal is gone. Printing to it would raise an error, and the run would not be saved.
             for descriptor in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -1,8 +1,8 @@
 """One step of the optimizer: forward and backward passes over batches, then the update.
 
-Of a step the host does a part: it takes batches, seeds generators, sets the learning rate, keeps numbers for the
-log. The rest, :meth:`Step.body`, is the device's: it waits for no number. :class:`GraphedStep` captures it as a
-CUDA graph, which the host then begins in one go.
+The host does a part of each step: it takes batches, seeds generators, sets the learning rate and keeps
+numbers for the log. The rest, :meth:`Step.body`, runs on the device and never waits for the host to read a
+number. :class:`GraphedStep` captures it as a CUDA graph, which the host then starts with a single launch.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,14 +25,15 @@ TrainStep = Callable[[nn.Module, Any], tuple[Tensor, Numbers]]
 
 
 class Step:
-    """A step that the host begins kernel by kernel.
+    """A step that the host launches kernel by kernel.
 
     Args:
         device: where the model is.
-        model: to call in training, perhaps a wrapper of the optimizer's.
-        prepare: from a batch to what ``train_step`` takes; random numbers of the host are drawn here.
-        train_step: loss of a batch and other numbers for the log, see :meth:`softfree.training.engine.Task.train_step`.
-        optimizer: of the model's parameters.
+        model: the model to call in training, perhaps a wrapper (DDP) around the one that is optimized.
+        prepare: turns a batch into the input of ``train_step``; random numbers are drawn on the host here.
+        train_step: returns the loss of a batch and other numbers for the log, see
+            :meth:`softfree.training.engine.Task.train_step`.
+        optimizer: the optimizer of the model's parameters.
         optim: the run's settings.
         seed: ``seed(step, pass_)`` seeds the generators before a pass.
     """
@@ -50,11 +51,11 @@ class Step:
         self.model, self.prepare, self.train_step = model, prepare, train_step
         self.optimizer, self.seed, self.device = optimizer, seed, device
         self.passes, self.amp_dtype = optim.grad_accum_steps, optim.amp_dtype
-        # Of a pass in its step: where the backward pass begins, instead of 1.
+        # The share of one pass in the step; the backward pass starts from it instead of from 1.
         self.share = torch.tensor(1 / self.passes, device=device)
 
     def __call__(self, batches: Iterator[Any], step: int, lr: float) -> Any:
-        """Step number ``step`` (from 0) on the next batches; returns the last."""
+        """Do step number ``step`` (from 0) on the next batches; return the last batch."""
         self.optimizer.set_lr(lr)
         numbers = []
         for pass_ in range(self.passes):
@@ -65,11 +66,11 @@ class Step:
         return batch
 
     def run(self, batch: Any, last: bool) -> Numbers:
-        """:meth:`body`, its numbers in memory that nothing writes to afterwards."""
+        """Run :meth:`body`; the memory of the returned numbers is not written to again."""
         return self.body(batch, last)
 
     def body(self, batch: Any, last: bool) -> Numbers:
-        """A pass, and after a step's ``last`` one the update, whose norm is then the last of the numbers."""
+        """Do a pass, and the update after the ``last`` one; the gradient's norm is then the last number."""
         with distributed.gradients_stay_local(self.model, not last):
             with autocast(self.amp_dtype, self.device):
                 loss, others = self.train_step(self.model, batch)
@@ -79,10 +80,11 @@ class Step:
 
 
 class GraphedStep(Step):
-    """A step whose passes are captured and replayed, a graph for each shape of a batch.
+    """A step whose passes are captured and replayed, with a graph for each shape of a batch.
 
-    The first ``WARM_UP`` passes of a shape are ordinary ones, as are all once there are ``MOST_GRAPHS``; these, too,
-    read the learning rate from the device, so that it makes no difference which passes they are.
+    The first ``WARM_UP`` passes of a shape are ordinary ones. Once there are ``MOST_GRAPHS`` graphs, so are
+    all passes of further shapes. Ordinary passes also read the learning rate from the device, so that the
+    results do not depend on which passes are ordinary.
     """
 
     def __init__(self, *args: Any, recorder: Recorder):
@@ -114,7 +116,7 @@ class GraphedStep(Step):
         return dict(zip(names, replay().clone().unbind(), strict=True))
 
     def _capture(self, batch: Any, last: bool) -> tuple[list[str], Callable[[], Tensor]]:
-        """Names of the numbers, and the graph that gives them as one tensor."""
+        """Return the names of the numbers, and the replay function that returns them as one tensor."""
         names: list[str] = []
 
         def body() -> Tensor:
@@ -127,19 +129,19 @@ class GraphedStep(Step):
         with explained("`cuda_graph`: the step of this model"):
             replay = self.recorder.record(body)
         if len(state) > known:
-            # Its state was made in the capture, and each replay would make it anew.
+            # Its state was created during the capture, and each replay would create it again.
             raise ValueError(
-                f"`cuda_graph`: a parameter has its first gradient after {WARM_UP} passes; this model "
-                "trains without"
+                f"`cuda_graph`: a parameter got its first gradient only after {WARM_UP} passes; train this "
+                "model without `cuda_graph`"
             )
         return names, replay
 
 
 def check_graph(capturable: bool, task: str, run: RunSettings, processes: Processes) -> None:
-    """Refuse a CUDA graph of what can't be in one."""
+    """Raise if the step of this run can't be captured in a CUDA graph."""
     if not capturable:
         raise ValueError(
-            f"`cuda_graph` is for classification and longrange; a step of {task} asks the GPU for numbers"
+            f"`cuda_graph` is for classification and longrange; a step of {task} reads numbers from the GPU"
         )
     if processes.device.type != "cuda":
         raise ValueError(f"`cuda_graph` needs a GPU, got `device` {processes.device.type}")
@@ -149,12 +151,12 @@ def check_graph(capturable: bool, task: str, run: RunSettings, processes: Proces
         )
     if run.grad_checkpointing:
         raise ValueError(
-            "`cuda_graph` can't be with `grad_checkpointing`, which asks for the state of the generators"
+            "`cuda_graph` can't be combined with `grad_checkpointing`, which reads the state of the generators"
         )
 
 
 def create_step(cuda_graph: bool, device: torch.device, *parts: Any) -> Step:
-    """The step of a run; ``parts`` are the further arguments of :class:`Step`."""
+    """Create the step of a run; ``parts`` are the further arguments of :class:`Step`."""
     if cuda_graph:
         return GraphedStep(device, *parts, recorder=CudaGraphs(device))
     return Step(device, *parts)

@@ -21,8 +21,10 @@ TASKS: dict[str, type[Task]] = {
 
 
 def load_for_inference(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a checkpoint folder of any task, on the CPU and ready to use, and its metadata."""
+    """Load the model of a checkpoint folder of any task, on the CPU and ready to use, and its metadata."""
     task = read_metadata(Path(path)).get("task", "")
     if task not in TASKS:
-        raise ValueError(f"{path} is a checkpoint of the task {task!r}, unknown to this version")
+        raise ValueError(
+            f"{path} is a checkpoint of the task {task!r}, which this version does not know"
+        )
     return TASKS[task].load(path)

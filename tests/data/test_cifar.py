@@ -115,12 +115,12 @@ PICTURES = np.zeros((2, 3072), np.uint8)
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (damaged(Evil()), "it names __builtin__.print, of which no code is run"),
-        (damaged({"data": PICTURES, "labels": [Evil(), 1]}), "it names __builtin__.print"),
-        (b"cos\nsystem\n(S'true'\ntR.", "it names os.system"),
-        (b"", "it is cut off"),
+        (damaged(Evil()), "it refers to __builtin__.print, which is not allowed"),
+        (damaged({"data": PICTURES, "labels": [Evil(), 1]}), "it refers to __builtin__.print"),
+        (b"cos\nsystem\n(S'true'\ntR.", "it refers to os.system"),
+        (b"", "it is truncated"),
         (python2_pickle(PICTURES, [1, 2])[:-100], ""),
-        (damaged([1]), "it holds no mapping"),
+        (damaged([1]), "it is not a mapping"),
         (damaged({"data": PICTURES, "fine_labels": [1, 2]}), "no 'data' and 'labels'"),
         (damaged({"data": PICTURES, "labels": [1]}), "2 pictures and 1 labels"),
         (damaged({"data": PICTURES, "labels": [1, 300]}), "labels must be 0 to 9, got 300"),
@@ -134,7 +134,7 @@ PICTURES = np.zeros((2, 3072), np.uint8)
 def test_damaged_or_hostile_batches_are_refused_by_name(tmp_path, capsys, content, fault):
     write_batches(tmp_path / "batches")
     (tmp_path / "batches" / "data_batch_2").write_bytes(content)
-    with pytest.raises(ValueError, match=f"data_batch_2 is no batch of CIFAR-10: .*({fault})"):
+    with pytest.raises(ValueError, match=f"data_batch_2 is not a CIFAR-10 batch: .*({fault})"):
         load_longrange("image", tmp_path / "batches")
     assert "was run" not in capsys.readouterr().out
 
@@ -143,7 +143,9 @@ def test_a_binary_batch_that_is_cut_off_is_refused(tmp_path):
     write_batches(tmp_path / "batches", binary, ".bin")
     path = tmp_path / "batches" / "data_batch_1.bin"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="data_batch_1.bin is no batch .* multiple of 3,073"):
+    with pytest.raises(
+        ValueError, match="data_batch_1.bin is not a CIFAR-10 batch: .* multiple of 3,073"
+    ):
         read_batches(tmp_path / "batches", "train")
 
 

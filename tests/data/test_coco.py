@@ -63,11 +63,11 @@ def test_good_annotations_pass():
         (dict(segmentation=[[2, 3, 7, 3, float("nan"), 7]]), "a polygon that is not"),
         (dict(segmentation=[[2, 3, 7, 3, 1e9, 7]]), "a polygon that lies outside of 20 x 10"),
         (dict(segmentation=[[2, -3, 7, 3, 7, 7]]), "a polygon that lies outside of 20 x 10"),
-        (dict(segmentation=dict(size=7, counts=[200])), "a run-length code of the size 7"),
-        (dict(segmentation=dict(size=[10.0, 20], counts=[200])), "a run-length code of the size"),
+        (dict(segmentation=dict(size=7, counts=[200])), "a run-length code with the size 7"),
+        (dict(segmentation=dict(size=[10.0, 20], counts=[200])), "a run-length code with the size"),
         (dict(segmentation=dict(size=[10**6] * 2, counts=[10**12])), "a mask of 1000000 x 1000000"),
         (dict(segmentation=dict(size=[10, 20], counts=[-1, 201])), "code that can't be decoded"),
-        (dict(segmentation=dict(size=[10, 20], counts=[10**12])), "it is of 1,000,000,000,000 pix"),
+        (dict(segmentation=dict(size=[10, 20], counts=[10**12])), "it has 1,000,000,000,000 pix"),
         (dict(segmentation=dict(size=[10, 20], counts="\u00e9")), "code that can't be decoded"),
         (dict(bbox=["2", 3, 3, 4]), "is not"),
         (dict(category_id=4), "there is no category 4"),
@@ -110,7 +110,7 @@ def test_run_lengths_are_those_of_the_code():
 @pytest.mark.parametrize("content", ["null", "3", '"x"', "[]", "{" * 10**5, "[" * 10**5, "\x00"])
 def test_a_json_that_is_something_else_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError, match="a.json is no (readable json|COCO file)") as caught:
+    with pytest.raises(ValueError, match="a.json is not (valid json|a COCO file)") as caught:
         read_annotations(tmp_path / "a.json")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
@@ -123,15 +123,15 @@ def test_a_json_that_is_something_else_is_refused_in_one_line(tmp_path, content)
         ("images", dict(width=20.0), "whole numbers, got 20.0 and 10"),
         ("images", dict(width=True), "whole numbers, got True and 10"),
         ("images", dict(width=10**6, height=10**6), "larger than the limit of 100,000,000 pixels"),
-        ("images", dict(file_name=7), "must have the name of a file, got 7"),
-        ("images", dict(file_name="a\0.png"), "must have the name of a file"),
-        ("images", dict(file_name="../a.png"), "outside of the folder"),
-        ("images", dict(file_name="x/../../a.png"), "outside of the folder"),
-        ("images", dict(file_name="..\\a.png"), "outside of the folder"),
-        ("images", dict(file_name="/etc/a.png"), "outside of the folder"),
-        ("images", dict(file_name="C:\\a.png"), "outside of the folder"),
+        ("images", dict(file_name=7), "must have a file name, got 7"),
+        ("images", dict(file_name="a\0.png"), "must have a file name"),
+        ("images", dict(file_name="../a.png"), "outside of the picture folder"),
+        ("images", dict(file_name="x/../../a.png"), "outside of the picture folder"),
+        ("images", dict(file_name="..\\a.png"), "outside of the picture folder"),
+        ("images", dict(file_name="/etc/a.png"), "outside of the picture folder"),
+        ("images", dict(file_name="C:\\a.png"), "outside of the picture folder"),
         ("categories", dict(id={}), "entry 1 of 'categories' must have a whole number as id"),
-        ("categories", dict(name=None), "must have a text as name, got None"),
+        ("categories", dict(name=None), "must have a string as name, got None"),
     ],
 )
 def test_images_and_categories_of_other_kinds_are_named(tmp_path, section, changes, message):
@@ -149,7 +149,7 @@ def test_how_many_annotations_are_left_out_and_why_is_logged_once(caplog, monkey
         check_annotations(annotations, "file", skip_bad=True)
     assert caplog.messages == [
         "file: 1 of 2 annotations can't be used (annotation 2: box [2, 3, 0, 4] has no area in "
-        f"{GOOD['images'][0]['file_name']}); they are left out"
+        f"{GOOD['images'][0]['file_name']}); they are skipped"
     ]
     check_annotations(GOOD, "file", skip_bad=True)
     assert len(caplog.messages) == 1
@@ -165,13 +165,13 @@ def test_masks_are_not_asked_for_where_none_are_needed():
 
 def test_two_images_of_one_id_are_refused():
     annotations = {**GOOD, "images": GOOD["images"] * 2}
-    with pytest.raises(ValueError, match="several images of the same id"):
+    with pytest.raises(ValueError, match="several images with the same id"):
         check_annotations(annotations, "file")
 
 
 @pytest.mark.parametrize(
     ("categories", "message"),
-    [(GOOD["categories"] * 2, "several categories of the same id"), ([], "has no categories")],
+    [(GOOD["categories"] * 2, "several categories with the same id"), ([], "has no categories")],
 )
 def test_categories_without_or_of_the_same_id_are_refused(categories, message):
     with pytest.raises(ValueError, match=message):
@@ -191,13 +191,13 @@ def test_area_and_crowd_are_filled_in(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "no readable json"),
+        ("{", "not valid json"),
         ('{"images": []}', "it has no 'annotations', 'categories'"),
         (
             '{"images": [{"id": 1, "file_name": "a"}], "annotations": [], "categories": []}',
             "entry 1 of 'images' has no 'width', 'height'",
         ),
-        ('{"images": null, "annotations": [], "categories": []}', "'images' is no list"),
+        ('{"images": null, "annotations": [], "categories": []}', "'images' must be a list"),
         ('{"images": [3], "annotations": [], "categories": []}', "entry 1 of 'images' has no 'id'"),
         (
             '{"images": [{"id": 1, "file_name": "a", "width": "20", "height": 9}], "annotations": [], '

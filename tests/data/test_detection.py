@@ -91,7 +91,7 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_missing_annotations_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has none of the layouts that are known"):
+    with pytest.raises(FileNotFoundError, match="has none of the supported layouts"):
         load_detection(str(tmp_path))
 
 

@@ -163,8 +163,8 @@ def damage(path, kind: str) -> None:
 DAMAGES = {
     "empty": "the file is empty",
     "truncated": "truncated",
-    "text": "not a picture, or none of the formats BMP",
-    "program": "not a picture, or none of the formats BMP",
+    "text": "not a picture, or in none of the formats BMP",
+    "program": "not a picture, or in none of the formats BMP",
     "bomb": "more than the limit of 100,000,000 pixels$",
     "small bomb": "more than the limit of 100,000,000 pixels: 30,000 x 5,000",
     "no pixels": "truncated|broken",
@@ -219,7 +219,7 @@ def test_what_is_no_file_and_folders_that_were_seen_are_left_out_by_name(tmp_pat
     found = image_files(tmp_path)
     assert [Path(path).name for path in found] == ["a.png", "link.png"]
     for name in ("loop", "lost", "device", "pipe"):
-        assert f"{name}.png: it is no file" in caplog.text
+        assert f"{name}.png: it is not a file" in caplog.text
 
 
 def test_names_that_are_no_utf_8_are_read_and_shown_escaped(tmp_path):
@@ -320,7 +320,9 @@ def test_the_split_test_takes_the_pictures_of_test_and_of_nothing_else(tmp_path)
     data = load_images(str(tmp_path), split="test")
     assert len(data.train) == 2 and len(data.val) == 6
     assert all("/test/" in path for path in data.val.paths)
-    with pytest.raises(ValueError, match="`split` test: the embedded digits have train and val"):
+    with pytest.raises(
+        ValueError, match="`split` test: the embedded digits have only train and val"
+    ):
         load_images(None, split="test")
 
 
@@ -358,14 +360,16 @@ def test_pictures_that_are_added_leave_the_others_where_they_are(tmp_path):
 
 def test_a_split_that_makes_no_sense_is_refused(tmp_path):
     flat_folder(tmp_path / "one", cat=3, dog=1)
-    with pytest.raises(ValueError, match="needs two pictures of a class.*one in dog/"):
+    with pytest.raises(ValueError, match="needs at least two pictures per class.*only one in dog/"):
         load_images(str(tmp_path / "one"), val_split=0.2)
     save_folders(tmp_path / "both")
-    with pytest.raises(ValueError, match="val has pictures to validate on; give one only"):
+    with pytest.raises(ValueError, match="val already has validation pictures; use one of the two"):
         load_images(str(tmp_path / "both"), val_split=0.2)
     with pytest.raises(ValueError, match="`val_split` must be a share from 0 to 1"):
         load_images(str(tmp_path / "one"), val_split=20)
-    with pytest.raises(ValueError, match="is for folders of pictures; the embedded digits"):
+    with pytest.raises(
+        ValueError, match="is for folders of pictures; the set of embedded digits already has"
+    ):
         load_images(None, val_split=0.2)
 
 

@@ -107,14 +107,17 @@ def test_the_set_is_found_inside_of_the_development_kit(tmp_path, folder):
     write_voc(tmp_path / folder)
     assert len(load_split(str(tmp_path), "train")) == 2
     write_voc(tmp_path / "VOCx")
-    with pytest.raises(ValueError, match="several sets, .*give one of them"):
+    with pytest.raises(ValueError, match="several data sets, .*use one of them"):
         load_split(str(tmp_path), "train")
 
 
 def test_trainval_and_test_serve_where_they_are_all_there_is(tmp_path):
     lists = write_voc(tmp_path) / "ImageSets" / "Main"
     (lists / "train.txt").rename(lists / "trainval.txt")
-    with pytest.raises(FileNotFoundError, match=r"no .*Main/train.txt"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"Main/train.txt is missing, and .*trainval.txt also has the pictures of val.txt",
+    ):
         load_split(str(tmp_path), "train")  # trainval has the pictures of val.txt, too
     (lists / "val.txt").rename(lists / "test.txt")
     data = load_detection(str(tmp_path))
@@ -146,7 +149,7 @@ BOMB = """<!DOCTYPE a [<!ENTITY b "bbbbbbbb"><!ENTITY c "&b;&b;&b;&b;&b;&b;">]>"
 def test_xml_that_declares_entities_or_is_damaged_is_refused_by_name(tmp_path, content, fault):
     path = write_voc(tmp_path) / "Annotations" / "2008_1.xml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=f"2008_1.xml is no readable xml: .*{fault}"):
+    with pytest.raises(ValueError, match=f"2008_1.xml is not valid xml: .*{fault}"):
         load_split(str(tmp_path), "val")
 
 
@@ -180,10 +183,10 @@ def test_missing_files_of_voc_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="Annotations lacks 2008_2.xml"):
         load_split(str(root), "train")
     (root / "JPEGImages" / "2008_0.jpg").unlink()
-    with pytest.raises(FileNotFoundError, match="JPEGImages lacks 2008_0, named in .*train.txt"):
+    with pytest.raises(FileNotFoundError, match="JPEGImages lacks 2008_0, listed in .*train.txt"):
         load_split(str(root), "train")
     (root / "ImageSets" / "Main" / "train.txt").write_text("../Annotations/2008_1")
-    with pytest.raises(ValueError, match="names of pictures without folders"):
+    with pytest.raises(ValueError, match="picture names without folders"):
         load_split(str(root), "train")
 
 
@@ -253,19 +256,19 @@ def test_bad_lines_of_yolo_are_named_or_left_out(tmp_path, line, fault):
     ("yaml", "fault"),
     [
         ("names: [a]\nval: images/val", "data.yaml has no 'train'"),
-        ("names: [a]\ntrain: /usr", "data.yaml: 'train' is '/usr', which is not there in"),
-        ("names: [a]\ntrain: ../../x", "'train' is '../../x', which is not there in"),
+        ("names: [a]\ntrain: /usr", "data.yaml: 'train' is '/usr', which does not exist in"),
+        ("names: [a]\ntrain: ../../x", "'train' is '../../x', which does not exist in"),
         ("train: images/train", "data.yaml has no 'names'"),
         ("names: 3\ntrain: images/train", "'names' must be a list"),
-        ("names: {x: a}\ntrain: images/train", "entry 'x' of 'names' is no number"),
+        ("names: {x: a}\ntrain: images/train", "entry 'x' of 'names' must be a number"),
         ("names: [a]\nnc: 2\ntrain: images/train", "'nc' is '2', but 'names' has 1 classes"),
-        ("names: [a", "data.yaml is no readable yaml: while parsing"),
+        ("names: [a", "data.yaml is not valid yaml: while parsing"),
         ("names: &a [x]\ntrain: *a", "data.yaml has aliases"),
         ("[" * 100_000, "nested too deeply"),
         ("- " * 100_000, "nested too deeply"),
         ("{a: " * 100_000, "nested too deeply"),
         ("names: !!python/object/apply:os.system [ls]", "data.yaml"),
-        ("names: [a]\ntrain: labels", "'train' names no pictures"),
+        ("names: [a]\ntrain: labels", "'train' has no pictures"),
     ],
 )
 def test_faults_of_the_yaml_are_named(tmp_path, yaml, fault):
@@ -335,7 +338,7 @@ def test_crowds_have_no_class_in_class_maps(tmp_path):
 
 
 def test_boxes_alone_are_no_class_maps(tmp_path):
-    with pytest.raises(ValueError, match="has boxes alone .VOC layout., no masks"):
+    with pytest.raises(ValueError, match="has boxes but no masks .VOC layout."):
         load_segmentation(str(write_voc(tmp_path)))
 
 
@@ -348,5 +351,5 @@ def test_class_maps_of_voc_are_found_inside_of_the_development_kit(tmp_path, cap
 
 
 def test_a_folder_of_no_known_layout_is_told_those_that_are(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"(?s)none of the layouts .*VOC .*YOLO "):
+    with pytest.raises(FileNotFoundError, match=r"(?s)none of the supported layouts.*VOC .*YOLO "):
         load_detection(str(tmp_path))

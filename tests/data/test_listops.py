@@ -176,5 +176,5 @@ def test_two_processes_make_the_samples_once_and_say_so(tmp_path, caplog):
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(load, tmp_path, (8, 4, 4), rules=SMALL) for _ in range(2)]
         first, second = (job.result() for job in jobs)
-    assert caplog.messages == ["making the samples of listops, once"]
+    assert caplog.messages == ["generating the ListOps samples (only once)"]
     assert texts(first["train"]) == texts(second["train"])

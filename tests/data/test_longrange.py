@@ -261,11 +261,11 @@ def test_a_bad_listing_of_pathfinder_is_named(tmp_path):
     listing.parent.mkdir()
     listing.write_text("imgs/0 sample_0.png 0 1\n")
     with pytest.raises(
-        FileNotFoundError, match=r"sample_0.png is missing, named in .*0.npy, line 1"
+        FileNotFoundError, match=r"sample_0.png is missing, but listed in .*0.npy, line 1"
     ):
         load_longrange("pathfinder", tmp_path)
     np.save(listing, np.zeros(3))
-    with pytest.raises(ValueError, match=r"0.npy, line 1 is not folder, file, number, label"):
+    with pytest.raises(ValueError, match=r"0.npy, line 1 must be folder, file, number, label"):
         load_longrange("pathfinder", tmp_path)
 
 
@@ -306,7 +306,9 @@ def test_listops_reads_lras_own_files_and_says_so(tmp_path, caplog, outer):
 
 def test_some_of_lras_files_of_listops_are_refused_by_the_names_of_the_others(tmp_path):
     write_lra_listops(tmp_path, "train", "test")
-    with pytest.raises(FileNotFoundError, match=r"but not basic_val.tsv; without any"):
+    with pytest.raises(
+        FileNotFoundError, match=r"but not basic_val.tsv; samples are only generated if it has none"
+    ):
         load_longrange("listops", tmp_path)
 
 
@@ -332,7 +334,7 @@ def test_a_file_of_listops_without_its_header_or_without_samples_is_named(tmp_pa
     with pytest.raises(ValueError, match="basic_train.tsv has no samples"):
         load_longrange("listops", tmp_path)
     (tmp_path / "basic_train.tsv").write_text(LRA_LINE)
-    with pytest.raises(ValueError, match="basic_train.tsv must begin with the line Source"):
+    with pytest.raises(ValueError, match="basic_train.tsv must start with the line Source"):
         load_longrange("listops", tmp_path)
 
 
@@ -340,7 +342,7 @@ def test_a_file_of_listops_without_its_header_or_without_samples_is_named(tmp_pa
 def test_a_task_without_its_files_says_what_it_needs(tmp_path, name):
     with pytest.raises(ValueError, match=f"`task` {name} needs `data_dir` with"):
         load_longrange(name)
-    with pytest.raises(FileNotFoundError, match=f"is no folder; `task` {name} needs"):
+    with pytest.raises(FileNotFoundError, match=f"is not a folder; `task` {name} needs"):
         load_longrange(name, tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="`data_dir`"):
         load_longrange(name, tmp_path)

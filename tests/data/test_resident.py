@@ -138,7 +138,7 @@ def test_pictures_of_different_sizes_are_refused(files, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "odd.png")
     files.paths[3] = str(tmp_path / "odd.png")
     with pytest.raises(
-        ValueError, match=r"one size: .*0\.png has 24 x 20 pixels, .*odd\.png 8 x 8"
+        ValueError, match=r"the same size: .*0\.png has 24 x 20 pixels, .*odd\.png has 8 x 8"
     ):
         ResidentImages(files, "cpu")
 

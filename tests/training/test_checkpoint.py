@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_a_truncated_file_is_named(tmp_path, name, length):
     write(tmp_path / "last", 1)
     file = tmp_path / "last" / name
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(ValueError, match=f"{name} is unreadable, perhaps cut off"):
+    with pytest.raises(ValueError, match=f"{name} is unreadable, perhaps truncated"):
         read_checkpoint(tmp_path / "last")
         read_state(tmp_path / "last")
 
@@ -155,7 +156,7 @@ def test_one_flipped_bit_is_found(tmp_path, name):
     content = bytearray(file.read_bytes())
     content[-30] ^= 8
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name} is (damaged, or another|unreadable)"):
+    with pytest.raises(ValueError, match=f"{name} is (damaged or was changed|unreadable)"):
         read_run(tmp_path / "last")
 
 
@@ -207,8 +208,9 @@ def test_readers_beside_a_writer_never_see_two_checkpoints_at_once(tmp_path):
     try:
         while not (tmp_path / "best").exists():
             assert writer.poll() is None
-        seen = set()
-        for _ in range(1000):
+        seen: set[int] = set()
+        until = time.monotonic() + 60
+        while len(seen) <= 10 and time.monotonic() < until:
             found = read_checkpoint(tmp_path / "best")
             assert found.weights["w"][0] == found.metadata["step"]
             seen.add(found.metadata["step"])
@@ -231,7 +233,7 @@ for step in itertools.count():
 
 def test_a_path_that_is_no_checkpoint_gets_advice(tmp_path):
     write(tmp_path / "best", 1)
-    with pytest.raises(ValueError, match="no checkpoint folder .* did you mean .*best"):
+    with pytest.raises(ValueError, match="is not a checkpoint folder .* did you mean .*best"):
         locate(tmp_path)
     with pytest.raises(FileNotFoundError, match="no checkpoint at .*bset; did you mean .*best"):
         locate(tmp_path / "bset")
@@ -257,12 +259,15 @@ def test_a_run_may_change_where_its_data_lie_but_not_what_it_trains(tmp_path):
         "backbone": dict(model="y", bn=True),
     }
     with pytest.raises(
-        ValueError, match="is of a run with `task` text, `model` x, `no_bn`; give the same"
+        ValueError,
+        match="was written by a run with `task` text, `model` x, `no_bn`; use the same settings",
     ):
         check_same_run(tmp_path, json.dumps(other))
 
 
 def test_a_checkpoint_of_an_unknown_task_is_refused(tmp_path):
     write(tmp_path / "last", 1)
-    with pytest.raises(ValueError, match="checkpoint of the task 'toy', unknown"):
+    with pytest.raises(
+        ValueError, match="checkpoint of the task 'toy', which this version does not know"
+    ):
         load_for_inference(tmp_path / "last")

@@ -418,7 +418,7 @@ def test_frozen_parameters_stay_and_the_others_move(tmp_path):
 
 
 def test_globs_that_match_nothing_are_refused():
-    with pytest.raises(ValueError, match="`freeze` 'body.*' matches no parameter; they are named"):
+    with pytest.raises(ValueError, match="`freeze` 'body.*' matches no parameter; names look like"):
         freeze(torch.nn.Linear(2, 2), ["body.*"])
 
 

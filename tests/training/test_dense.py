@@ -61,7 +61,7 @@ def test_early_layers_learn_slower_and_the_heads_at_the_full_rate(model):
 
 
 def test_layer_decay_of_a_backbone_that_does_not_tell_its_layers_is_refused():
-    with pytest.raises(ValueError, match="`layer_decay` needs a backbone that tells its layers"):
+    with pytest.raises(ValueError, match="`layer_decay` needs a backbone that defines its layers"):
         parameter_groups(
             torch.nn.Linear(2, 2), OptimSettings(layer_decay=0.5), torch.nn.Linear(2, 2)
         )

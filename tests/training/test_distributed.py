@@ -94,7 +94,7 @@ def test_a_killed_worker_is_restarted_and_the_run_continues(tmp_path, alone):
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "going on from step" in done.stdout
+    assert "continuing from step" in done.stdout
     expected = read_weights(alone / "last")
     for key, tensor in read_weights(tmp_path / "last").items():
         torch.testing.assert_close(tensor, expected[key], atol=1e-5, rtol=0)

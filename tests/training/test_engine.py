@@ -206,7 +206,7 @@ def test_an_error_in_a_loading_process_is_one_line_and_leaves_no_process(tmp_pat
 
 def test_an_output_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="`output` .*file can't be written: File exists"):
+    with pytest.raises(ValueError, match="can't write to `output` .*file: File exists"):
         run_toy(tmp_path / "file")
 
 
@@ -324,7 +324,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_and_name_the_layer(tmp_path):
 
     with pytest.raises(NonFiniteError, match=r"3 steps in a row.*blocks\.2 \(Linear; its input is"):
         run_toy(tmp_path, Broken(), max_skipped=3)
-    with pytest.raises(NonFiniteError, match="blocks.0 .*its input has, too"):
+    with pytest.raises(NonFiniteError, match="blocks.0 .*its input is not finite either"):
         run_toy(tmp_path / "data", Spoiled(range(2, 100)), max_skipped=3)
     assert not (tmp_path / "data" / "last").exists()
 
@@ -429,7 +429,7 @@ def test_an_earlier_run_is_not_overwritten(tmp_path):
     run_toy(tmp_path)
     before = content(tmp_path)
     with pytest.raises(
-        ValueError, match=r"already has a run \(last, best, .*; go on with `resume` auto"
+        ValueError, match=r"already has a run \(last, best, .*; continue it with `resume` auto"
     ):
         run_toy(tmp_path, seed=7)
     with pytest.raises(ValueError, match="already has a run"):
@@ -442,7 +442,10 @@ def test_the_best_of_an_earlier_run_is_not_overwritten_when_its_last_is_gone(tmp
     run_toy(tmp_path)
     shutil.rmtree(tmp_path / "last")
     before = content(tmp_path)
-    with pytest.raises(ValueError, match="without `last` it can't go on.*begin anew with `overwr"):
+    with pytest.raises(
+        ValueError,
+        match="without its checkpoint last it can't continue.*start a new run with `overwr",
+    ):
         run_toy(tmp_path, seed=7, resume=resume)
     assert content(tmp_path) == before
 
@@ -473,7 +476,9 @@ def test_a_refused_run_overwrites_nothing_and_leaves_no_folder(tmp_path):
         run_toy(tmp_path / "run", batch_size=64, overwrite=True)
     with pytest.raises(ValueError, match="one step takes 64 samples"):
         run_toy(tmp_path / "a" / "b", batch_size=64)
-    with pytest.raises(ValueError, match="`overwrite` begins anew and `resume` auto goes on"):
+    with pytest.raises(
+        ValueError, match="`overwrite` starts a new run and `resume` auto continues one"
+    ):
         run_toy(tmp_path / "run", resume="auto", overwrite=True)
     assert content(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -494,7 +499,7 @@ def test_a_second_run_in_the_same_folder_is_refused_by_the_name_of_the_first(tmp
 
     run_toy(tmp_path, Busy(), steps=7)
     refused = (tmp_path / "refused").read_text()
-    assert f"is being written by process {os.getpid()} on " in refused
+    assert f"is in use by process {os.getpid()} on " in refused
     assert not (tmp_path / ".lock").exists()
 
 
@@ -514,8 +519,8 @@ def test_a_finished_run_can_be_resumed_and_does_nothing(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(batch_size=10), "global batch 8, this run has 10"),
-        (dict(seed=3), "seed 42, this run has 3"),
+        (dict(batch_size=10), "global batch 8, but this run has 10"),
+        (dict(seed=3), "seed 42, but this run has 3"),
         (dict(norm=False), "another architecture than layers: norm.bias is not"),
         (dict(epochs=1), "step 8, beyond this run's end at 6"),
         (dict(resume="nowhere"), "no checkpoint at nowhere"),
@@ -587,7 +592,7 @@ def cut(tensor):
         (
             "model.safetensors",
             lambda w: w.update({"head.bias": w["head.bias"].half()}),
-            "head.bias is of torch.float16",
+            "head.bias has dtype torch.float16",
         ),
         (
             "model.safetensors",
@@ -634,7 +639,7 @@ def test_a_truncated_checkpoint_is_refused(tmp_path, name):
     run_toy(tmp_path, stop_at=8)
     file = tmp_path / "last" / name
     file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=f"{name} is unreadable, perhaps cut off"):
+    with pytest.raises(ValueError, match=f"{name} is unreadable, perhaps truncated"):
         run_toy(tmp_path, resume="auto")
 
 

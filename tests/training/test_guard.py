@@ -81,4 +81,4 @@ def test_the_first_layer_with_a_bad_number_is_found_in_a_compiled_model():
     with torch.no_grad():
         model[1].weight.fill_(float("inf"))
     where = find_nonfinite(model, lambda: model(x).sum(), ALONE)
-    assert where == "the first layer with one is 1 (Linear; its input is finite)"
+    assert where == "the first layer with non-finite output is 1 (Linear; its input is finite)"

@@ -34,7 +34,7 @@ def held_elsewhere(folder):
 def test_another_process_is_refused_and_told_who_holds_it(tmp_path):
     with (
         held_elsewhere(tmp_path / "run") as holder,
-        pytest.raises(ValueError, match=f"is being written by process {holder} on .* since 2"),
+        pytest.raises(ValueError, match=f"is in use by process {holder} on .* since 2"),
         locked(tmp_path / "run"),
     ):
         pass
@@ -79,4 +79,4 @@ def test_a_disk_without_locks_is_said_and_used(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(lock, "_lock", refuse)
     with locked(tmp_path):
-        assert "this disk knows no locks" in caplog.text
+        assert "this disk does not support locks" in caplog.text

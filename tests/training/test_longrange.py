@@ -122,8 +122,11 @@ def test_a_run_that_is_resumed_ends_like_one_that_was_not(reviews, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (["--attention", "soft"], "is of a run with `attention` softpp; give the same"),
-        (["--model-kwargs", "stride=8"], "is of a run with `model_kwargs` stride=2;"),
+        (
+            ["--attention", "soft"],
+            "was written by a run with `attention` softpp; use the same settings",
+        ),
+        (["--model-kwargs", "stride=8"], "was written by a run with `model_kwargs` stride=2;"),
     ],
 )
 def test_a_run_does_not_go_on_from_that_of_another_network(reviews, tmp_path, changes, message):
@@ -199,10 +202,15 @@ def test_twins_trains_with_a_label_per_token_and_is_tested(tmp_path, attention):
     assert model(torch.randn(2, 64, 8)).shape == (2, 64, 2)
 
 
-def test_twins_has_a_landmark_per_cell_unless_told_otherwise():
+def test_twins_has_a_window_per_cell_unless_a_stride_is_given():
     assert parse(["--task", "twins"]).model.attention_options == ("stride=1",)
-    given = ["--model-kwargs", "landmarks=average:16"]
-    assert parse(["--task", "twins", *given]).model.attention_options == (given[1],)
+    for given, used in [
+        (["landmarks=average:16"], ("stride=1", "landmarks=average:16")),
+        (["bandwidth=2"], ("stride=1", "bandwidth=2")),
+        (["value_conv=3", "stride=4"], ("value_conv=3", "stride=4")),
+    ]:
+        parsed = parse(["--task", "twins", "--model-kwargs", *given])
+        assert parsed.model.attention_options == used
     assert parse([]).model.attention_options == ()
 
 
@@ -220,8 +228,8 @@ def test_tokens_without_a_label_count_neither_in_the_loss_nor_as_hits():
         (["--task", "text"], "--task text needs --data-dir with IMDb's"),
         (["--attention", "linear"], "--attention must be one of softfree, soft, softpp"),
         (["--pooling", "max"], "--pooling must be one of mean, cls, none, got 'max'"),
-        (["--pooling", "none"], "--pooling must be mean or cls, with --task listops; got none"),
-        (["--task", "twins", "--pooling", "cls"], "--pooling must be none, a class for each token, with --task twins"),
+        (["--pooling", "none"], "--pooling must be mean or cls, for --task listops; got none"),
+        (["--task", "twins", "--pooling", "cls"], "--pooling must be none, a class for each token, for --task twins"),
         (["--task", "twins", "--attention", "linear"], "--attention must be one of softfree, soft, softpp"),
         (["--model-kwargs", "strides=3"], "--model-kwargs: attention 'softfree' has no option 'strides'; there are"),
         (["--model-kwargs", "stride"], "--model-kwargs must look like stride=32, got 'stride'"),

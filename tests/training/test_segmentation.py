@@ -87,7 +87,7 @@ def test_a_run_writes_a_checkpoint_that_scores_as_the_run_says(tmp_path):
         (dict(window=-3), "`window` must be at least 0, got -3"),
         (
             dict(scales=(0.5, 2.0), short_side=0),
-            "`scales` 0.5 2 multiply the short side, but `short_side` is 0.* give one",
+            "`scales` 0.5 2 multiply the short side, but with `short_side` 0 .*set it",
         ),
         (dict(scales=(2.0, 1.0)), "`scales` must be above 0 and in order, got 2 1"),
     ],
@@ -250,6 +250,21 @@ def twins(*options) -> SegmentationSettings:
     return resolve(["--dataset", "twins", "--device", "cpu", *options], Segmentation)
 
 
+def test_arguments_given_for_twins_are_added_to_those_of_the_recipe():
+    usual = twins().backbone.model_kwargs
+    assert "overlap=False" in usual
+    assert twins("--model-kwargs", "attention=agent").backbone.model_kwargs == (
+        *usual,
+        "attention=agent",
+    )
+    replaced = twins(
+        "--model", "softpp_tiny", "--model-kwargs", "depths=1,1,1,1"
+    ).backbone.model_kwargs
+    assert sorted(replaced) == sorted({*usual, "depths=1,1,1,1"} - {"depths=1,2,1,1"})
+    other = twins("--model", "resnet18", "--model-kwargs", "drop_rate=0.1")
+    assert other.backbone.model_kwargs == ("drop_rate=0.1",)
+
+
 def test_twins_are_drawn_and_have_the_recipe_with_the_linear_head(tmp_path, monkeypatch):
     monkeypatch.setattr(data.twins, "COUNTS", (40, 4, 3))
     few = ["--steps", "1", "--batch-size", "1", "--output", str(tmp_path)]
@@ -260,7 +275,7 @@ def test_twins_are_drawn_and_have_the_recipe_with_the_linear_head(tmp_path, monk
     assert metadata["class_names"] == ["single", "twin"]
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 2, 16, 16)
     with pytest.raises(
-        ValueError, match="`dataset` twins is drawn and has no files, got `data_dir` x"
+        ValueError, match="`dataset` twins is generated and reads no files, got `data_dir` x"
     ):
         Segmentation(override(settings, {"data": dict(data_dir="x")}))
     metadata["arguments"]["head"] = "fpn"

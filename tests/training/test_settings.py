@@ -58,7 +58,7 @@ def test_a_setting_of_another_kind_is_refused_by_its_name(tmp_path, part, name, 
     settings = json.loads(settings_to_json(ClassificationSettings()))
     assert read_settings(ClassificationSettings, write(tmp_path, settings))
     settings[part][name] = value
-    with pytest.raises(ValueError, match=f"settings.json .*{part!r}: {name!r} must be of"):
+    with pytest.raises(ValueError, match=f"settings.json .*{part!r}: {name!r} must be "):
         read_settings(ClassificationSettings, write(tmp_path, settings))
     settings[part] = value
     with pytest.raises(ValueError, match="settings.json of this command: "):

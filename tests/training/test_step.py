@@ -127,7 +127,7 @@ def test_a_captured_step_without_a_finite_gradient_is_left_out_and_counted(tmp_p
     for name, tensor in read_weights(tmp_path / "short" / "last").items():
         if "norm" not in name:
             assert torch.equal(tensor, weights[name]), name
-    with pytest.raises(NonFiniteError, match="blocks.0 .*its input has, too"):
+    with pytest.raises(NonFiniteError, match="blocks.0 .*its input is not finite either"):
         run_graphed(
             tmp_path / "bad", Prepared(spoiled=range(6, 99)), max_skipped=3, **changes
         )  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_parameter_that_comes_into_play_late_is_refused(tmp_path, tape):
             loss, others = super().train_step(model, batch)
             return loss * model.late if self.calls > WARM_UP else loss, others
 
-    with pytest.raises(ValueError, match="a parameter has its first gradient after 3 passes"):
+    with pytest.raises(ValueError, match="a parameter got its first gradient only after 3 passes"):
         run_graphed(tmp_path, Late())
 
 
@@ -184,9 +184,15 @@ ALONE = RunSettings(cuda_graph=True)
     "capturable, device, processes, run, message",
     [
         (True, "cpu", 1, ALONE, "`cuda_graph` needs a GPU, got `device` cpu"),
-        (False, "cuda", 1, ALONE, "a step of detection asks the GPU for numbers"),
+        (False, "cuda", 1, ALONE, "a step of detection reads numbers from the GPU"),
         (True, "cuda", 2, ALONE, "`cuda_graph` is for one process, got 2"),
-        (True, "cuda", 1, dataclasses.replace(ALONE, grad_checkpointing=True), "can't be with"),
+        (
+            True,
+            "cuda",
+            1,
+            dataclasses.replace(ALONE, grad_checkpointing=True),
+            "can't be combined with",
+        ),
     ],
 )
 def test_what_no_graph_can_hold_is_refused(capturable, device, processes, run, message):
@@ -197,7 +203,7 @@ def test_what_no_graph_can_hold_is_refused(capturable, device, processes, run, m
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="`cuda_graph` needs a GPU, got `device` cpu"):
         run_graphed(tmp_path / "new")
-    with pytest.raises(ValueError, match="a step of toy asks the GPU for numbers"):
+    with pytest.raises(ValueError, match="a step of toy reads numbers from the GPU"):
         run_toy(tmp_path / "new", Toy(), cuda_graph=True)
     assert not (tmp_path / "new").exists()
 
