@@ -1,14 +1,15 @@
-"""Damaged and hostile files: every command must end by itself, in one line, within bounds of memory.
+"""Damaged and hostile files: every command must end by itself, with one line, within its memory limit.
 
     python benchmarks/attack.py checkpoints                 metadata, settings, weights and states of runs
-    python benchmarks/attack.py pictures                    damaged, odd and hostile ones, as pictures and class maps
+    python benchmarks/attack.py pictures                    damaged, odd and hostile images and class maps
     python benchmarks/attack.py coco                        annotations of a detection data set
-    python benchmarks/attack.py layouts                     files of PASCAL VOC's, YOLO's and CIFAR-10's layouts
+    python benchmarks/attack.py layouts                     files in the layouts of PASCAL VOC, YOLO and CIFAR-10
     python benchmarks/attack.py requests                    what a page or a stranger may send to the explorer
-    python benchmarks/attack.py coco --count 100 --seed 1   so many, drawn with this seed
+    python benchmarks/attack.py coco --count 100 --seed 1   a given number, drawn with this seed
 
-Each attack runs in a process of its own. It may succeed or be refused in one line; a traceback, a signal, no answer, more
-memory than the limit, or a failure without a word is a fault. Prints counts and each fault; the exit code is 1 if there are any.
+Each attack runs in its own process. It may succeed, or be refused with one line. A traceback, a signal, no answer,
+more memory than the limit, or a failure without a message is a fault. Prints the counts and each fault; the exit code
+is 1 if there are any.
 """
 
 import argparse
@@ -40,9 +41,9 @@ from safetensors.torch import load_file, save_file
 
 import softfree_cli
 
-LIMIT_SECONDS = 300  # for what hangs; nothing else depends on time
-LIMIT_GIB = 2.0  # beyond what the process begins with
-LINES = 60  # of stderr that a refusal may have: pictures that can't be read are named
+LIMIT_SECONDS = 300  # for attacks that hang; nothing else depends on time
+LIMIT_GIB = 2.0  # beyond what the process starts with
+LINES = 60  # of stderr that a refusal may print: it names images that can't be read
 SMALL = ["--model-kwargs", "embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1"]
 SHORT = ["--device", "cpu", "--workers", "0"]
 VALUES: tuple[Any, ...] = (
@@ -57,7 +58,7 @@ BYTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """What is done, in words, and the function that does it in a process of its own; it returns an exit code."""
+    """A description of the attack, and the function that runs it in its own process and returns an exit code."""
 
     name: str
     run: Callable[[], int]
@@ -74,7 +75,7 @@ class Verdict:
 
 
 def attempt(attack: Attack, folder: Path) -> Verdict:
-    """What came of an attack."""
+    """Run an attack and return its outcome."""
     said = folder / "said"
     child = os.fork()
     if child == 0:
@@ -137,7 +138,7 @@ def _peak_gib(process: int) -> float:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of everything in nested dicts and lists, the whole first."""
+    """Paths of all items in nested dicts and lists, the root first."""
     found = [path]
     if isinstance(value, dict):
         found += [p for key in value for p in places(value[key], (*path, key))]
@@ -147,7 +148,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy with what is at ``path`` replaced, or removed if ``new`` is ``...``."""
+    """A copy with the item at ``path`` replaced, or removed if ``new`` is ``...``."""
     if not path:
         return new
     value = copy.deepcopy(value)
@@ -246,7 +247,7 @@ def without_checksums(file: Path) -> None:
 
 
 def damage(file: Path, generator: random.Random) -> tuple[str, Callable[[Path], object]]:
-    """One of the ways to change a file, in words and as a function of the file's copy."""
+    """One way to change a file: a description, and a function that changes a copy of the file."""
     content = file.read_bytes()
     kind = generator.choice(("place", "place", "place", "place", "bytes", "cut", "flip", "kind"))
     if kind == "bytes":
@@ -311,7 +312,7 @@ def other_kind(file: Path, kind: str) -> None:
 
 # Pictures
 
-FILES = {  # what Pillow knows and we do not, sizes that no header should promise
+FILES = {  # what Pillow reads and we do not, sizes that no header should declare
     "vector.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 3 2\n%%EndComments\nshowpage\n%%EOF\n",
     "empty.jpg": b"",
     "text.png": b"no picture\n",
@@ -320,7 +321,7 @@ FILES = {  # what Pillow knows and we do not, sizes that no header should promis
 
 
 def picture_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
-    """Folders of twenty damaged pictures, one of them odd in another way, read by every command that reads such."""
+    """Folders of twenty damaged images, one of them odd in another way, read by every command that reads images."""
     generator = random.Random(seed)
     numbers = np.random.default_rng(seed)
     sound = sound_pictures(numbers)
@@ -358,7 +359,7 @@ def picture_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
 
 
 def sound_pictures(numbers: np.random.Generator) -> dict[str, bytes]:
-    """Pictures by ending, in all formats and some modes."""
+    """Images by file extension, in all formats and some modes."""
     found = {}
     pixels = numbers.integers(0, 256, (24, 40, 4), dtype=np.uint8)
     for extension, mode in itertools.product(
@@ -374,7 +375,7 @@ def sound_pictures(numbers: np.random.Generator) -> dict[str, bytes]:
 
 
 def mutated(content: bytes, generator: random.Random) -> bytes:
-    """Bytes changed, cut off, doubled or moved; the beginning, where sizes are, more often than the rest."""
+    """Bytes changed, cut off, doubled or moved; the header, which holds the sizes, more often than the rest."""
     changed_bytes = bytearray(content)
     for _ in range(generator.choice((1, 2, 8, 40))):
         reach = generator.choice((64, len(changed_bytes)))
@@ -396,7 +397,7 @@ def mutated(content: bytes, generator: random.Random) -> bytes:
 def write_pictures(
     data: Path, sound: dict[str, bytes], generator: random.Random, maps: bool
 ) -> None:
-    """Twenty mutated pictures and two sound ones: in class folders, or with class maps."""
+    """Twenty mutated images and two valid ones: in class folders, or with class maps."""
     for split in ("train", "val"):
         for kind in ("images", "masks") if maps else ("",):
             place = data / kind / split if maps else data / split
@@ -422,7 +423,7 @@ def mask_png() -> bytes:
 
 
 def write_odd(data: Path, generator: random.Random, maps: bool) -> str:
-    """Something that is no damaged picture; returns what."""
+    """Write something that is not a damaged image; return what it is."""
     where = data / "masks" / "train" if maps else data / "train" / "a"
     name = "0.png" if maps else "odd.png"
     file = where / name
@@ -464,7 +465,7 @@ def write_odd(data: Path, generator: random.Random, maps: bool) -> str:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A PNG whose header promises a size, and that has one row."""
+    """A PNG whose header declares a size, but that has only one row."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
@@ -487,7 +488,7 @@ def png_of(width: int, height: int) -> bytes:
 
 
 def coco_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
-    """A fault in an annotation file: `check-data` and `train` both take it, or both name it."""
+    """A fault in an annotation file: `check-data` and `train` must both accept it, or both name it."""
     from softfree.data.coco import shape_annotations
     from softfree.data.shapes import draw_shapes
 
@@ -542,7 +543,7 @@ def coco_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
 
 
 def layout_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
-    """Damage and hostile words in the files of VOC's, YOLO's and CIFAR-10's layouts, which `check-data` takes or names."""
+    """Damage and hostile strings in files of the VOC, YOLO and CIFAR-10 layouts, which `check-data` accepts or names."""
     generator = random.Random(seed)
     write_layouts(folder / "data")
     files = sorted(p for p in (folder / "data").rglob("*") if p.is_file() and p.suffix != ".png")
@@ -580,7 +581,7 @@ WORDS = (
 
 
 def write_layouts(root: Path) -> None:
-    """Small sound sets, of each picture one object."""
+    """Small valid data sets with one object per image."""
     box = "<bndbox><xmin>2</xmin><ymin>2</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
     texts = {
         "voc/Annotations/{n}.xml": f"<annotation><object><name>cat</name>{box}</object></annotation>",
@@ -609,7 +610,7 @@ def write_layouts(root: Path) -> None:
 
 
 def request_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
-    """Headers, paths, methods and bodies that no page of ours sends, and large pictures at the same time."""
+    """Headers, paths, methods and bodies that our page never sends, and several large images at the same time."""
     from concurrent.futures import ThreadPoolExecutor
 
     import timm
@@ -710,7 +711,7 @@ def request_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
 
 
 def large_png(mode: str) -> bytes:
-    """A picture of 90 million pixels in a few hundred KB."""
+    """An image of 90 million pixels in a few hundred KB."""
     content = io.BytesIO()
     Image.new(mode, (9000, 10_000)).save(content, "PNG")
     return content.getvalue()

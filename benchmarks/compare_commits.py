@@ -1,12 +1,12 @@
-"""Does a change leave the training as it was? Losses of two commits, bit by bit, and their speeds.
+"""Does a change leave the training unchanged? Compares two commits: their losses bit for bit, and their speeds.
 
-    python benchmarks/compare_commits.py main              the commit checked out, against main
+    python benchmarks/compare_commits.py main              the checked-out commit against main
     python benchmarks/compare_commits.py v0.1.0 HEAD       any two
 
-Each commit is checked out into a temporary folder, and both train the same small runs from the same seed, in turn:
-digits by a pyramid, ListOps by an encoder; on the GPU if there is one. Every loss of the log and every weight at the
-end must be the same, bit by bit. The speed is the median of the steps' samples a second; of the ratios of the turns
-the median counts, and the new commit may be at most 5% slower.
+Each commit is checked out into a temporary folder. Both then take turns to train the same small runs from the same seed:
+digits with a pyramid, ListOps with an encoder; on the GPU if there is one. Every loss in the log and every weight at
+the end must be the same, bit for bit. The speed of a run is the median of samples per second over its steps. The median
+of the ratios over all turns decides: the new commit may be at most 5% slower.
 
 The exit code is 0 if both hold, 1 if losses or weights differ, 3 if they are the same but slower.
 """
@@ -43,7 +43,7 @@ RUNS = {
 
 
 class Trained(NamedTuple):
-    """What a run left: the losses of its steps as they are logged, its weights, its speed."""
+    """The results of a run: the losses of its steps as logged, its weights, its speed."""
 
     losses: list[str]
     weights: dict[str, Tensor]
@@ -51,14 +51,14 @@ class Trained(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Of one run: the first difference ("" for none), and how many times as long the new commit takes."""
+    """For one run: the first difference ("" for none), and how many times as long the new commit takes."""
 
     difference: str
     slowdown: float
 
 
 def read_run(folder: Path) -> Trained:
-    """A run from its folder. Its first step, in which everything is set up, does not count for the speed."""
+    """Read a run from its folder. The first step, which sets everything up, does not count for the speed."""
     with (folder / "train.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     speeds = [float(row["samples_per_s"]) for row in rows[1:]]
@@ -67,7 +67,7 @@ def read_run(folder: Path) -> Trained:
 
 
 def first_difference(base: Trained, new: Trained) -> str:
-    """Where two runs part, in words; "" if they are the same bit by bit."""
+    """Describe where two runs diverge; "" if they are the same bit for bit."""
     for step, (one, other) in enumerate(zip(base.losses, new.losses, strict=False), 1):
         if one != other:
             return f"step {step}: loss {one}, now {other}"
@@ -82,7 +82,7 @@ def first_difference(base: Trained, new: Trained) -> str:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same to the bit: NaN is itself, and 0 is not -0."""
+    """Whether two tensors are the same bit for bit: NaN equals itself, and 0 differs from -0."""
     return (
         one.dtype == other.dtype
         and one.shape == other.shape
@@ -94,7 +94,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def compare(turns: Sequence[tuple[Trained, Trained]]) -> Comparison:
-    """Base and new of every turn. Runs of one commit must agree, too: else the machine decides, not the change."""
+    """Compare base and new over all turns. Runs of one commit must agree, too: else the machine is to blame."""
     base = turns[0][0]
     for one, other in turns[1:]:
         if words := first_difference(base, one):
@@ -114,7 +114,7 @@ def verdict(found: Sequence[Comparison], limit: float) -> int:
 
 @contextlib.contextmanager
 def checked_out(commit: str, folder: Path) -> Iterator[Path]:
-    """The files of a commit in a folder, while it is needed."""
+    """The files of a commit in a temporary folder."""
     git = ["git", "-C", str(REPOSITORY), "worktree"]
     subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
     try:
@@ -129,7 +129,7 @@ def train(checkout: Path, run: str, output: Path, steps: int, device: str) -> Tr
     command += ["--device", device, "--output", str(output)]
     command += ["--workers", "0", "--seed", "0", "--log-interval", "1", "--eval-every", "1000000"]
     if run == "listops":
-        command += ["--data-dir", str(output.parent / "data")]  # made once
+        command += ["--data-dir", str(output.parent / "data")]  # created once
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     ended = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if ended.returncode:
@@ -142,9 +142,11 @@ def main() -> int:
     parser.add_argument("base", help="commit to compare with")
     parser.add_argument("new", nargs="?", default="HEAD", help="commit to judge (default HEAD)")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
-    parser.add_argument("--steps", type=int, default=30, help="of a run (default 30)")
-    parser.add_argument("--turns", type=int, default=3, help="of each commit (default 3)")
-    parser.add_argument("--limit", type=float, default=0.05, help="slower by (default 0.05)")
+    parser.add_argument("--steps", type=int, default=30, help="steps per run (default 30)")
+    parser.add_argument("--turns", type=int, default=3, help="turns per commit (default 3)")
+    parser.add_argument(
+        "--limit", type=float, default=0.05, help="how much slower is allowed (default 0.05)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     console = Console(highlight=False)

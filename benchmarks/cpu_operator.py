@@ -1,12 +1,12 @@
-"""The operator on a CPU against torch's softmax attention, figure by figure beside the bar it must pass.
+"""The operator on a CPU against torch's softmax attention: each figure next to the limit it must meet.
 
     python benchmarks/cpu_operator.py                    two threads, prints a table (about two minutes)
     python benchmarks/cpu_operator.py --csv results/cpu_operator.csv
-    python benchmarks/cpu_operator.py --backend torch    plain PyTorch, as where there is no C compiler
+    python benchmarks/cpu_operator.py --backend torch    plain PyTorch, as without a C compiler
     python benchmarks/cpu_operator.py --inverse newton   the papers' iteration
 
 2 heads of 32 channels, 49 landmarks, float32. Both sides of every ratio are measured in turn in the same
-run, so that what else the machine does meets both. Before anything is timed the operator is compared
+run, so that other work on the machine affects both. Before anything is timed, the operator is compared
 with the float64 reference. Close other programs: threads that wait for each other on busy cores make
 small calls slower by a factor of a hundred.
 """
@@ -40,7 +40,7 @@ KINDS = ("tokens", "means")
 
 
 class Figure(NamedTuple):
-    """One measured figure: better is larger (``at_least``) or smaller."""
+    """One measured figure: larger is better (``at_least``), or smaller."""
 
     what: str
     landmarks: str
@@ -69,7 +69,7 @@ def make_inputs(tokens: int, kind: str, seed: int = 0) -> tuple[Tensor, Tensor, 
 
 
 def check(tokens: int, kind: str, settings: dict) -> tuple[float, float]:
-    """Relative error of the output, and the largest of the gradients', against the float64 reference."""
+    """Relative errors against the float64 reference: of the output, and the largest of the gradients."""
     q, _, v, landmarks = make_inputs(tokens, kind)
     grad = torch.randn(v.shape, generator=torch.Generator().manual_seed(1))
     results = []

@@ -1,15 +1,15 @@
 """What the training engine adds to a step: `softfree train` against the bare loop of `benchmark model`.
 
-    python benchmarks/engine_overhead.py                 a tiny model, where the host's work is all there is
+    python benchmarks/engine_overhead.py                 a tiny model, where only the host's work matters
     python benchmarks/engine_overhead.py --model softpp_tiny_release --img-size 128 --batch-size 512 \
         --channels-last                                  on a GPU
 
-The engine trains as `softfree train classification --recipe short --data-on-device` does, on random pictures
-of 64 x 64 pixels: crops, labels, schedule, clipping, guard and logs included, no evaluation, no checkpoint.
-The bare loop is that of `softfree benchmark model --bench train`; once as it is, and once with the fused
-AdamW that the engine uses. All three train the same model in one process and take turns: an epoch of the
-engine, then as many bare steps. On a CPU one turn of each counts torch's calls before that; on a GPU the same
-follows with CUDA graphs, the engine's as by `--cuda-graph`.
+The engine trains as `softfree train classification --recipe short --data-on-device` does, on random images
+of 64 x 64 pixels. This includes crops, labels, schedule, clipping, guard and logs, but no evaluation and no
+checkpoint. The bare loop is that of `softfree benchmark model --bench train`, once as it is and once with the
+fused AdamW that the engine uses. All three train the same model in one process and take turns: an epoch of the
+engine, then as many bare steps. On a CPU, one earlier turn of each counts torch's calls. On a GPU, the same is
+then repeated with CUDA graphs, as with `--cuda-graph` for the engine.
 """
 
 import argparse
@@ -48,7 +48,7 @@ LOOPS = ("engine", "bare loop", f"bare loop, {FUSED}")
 
 
 class Noise(ImageDataset):
-    """Random pictures of 64 x 64."""
+    """Random images of 64 x 64."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -81,7 +81,7 @@ class CallCounter(TorchDispatchMode):
 
 
 class TakesTurns(classification.Classification):
-    """The task of a user's run. The engine asks for an epoch's order: then the bare loops have their turn."""
+    """The task of a user's run. When the engine asks for the order of an epoch, the bare loops take their turn."""
 
     def begin(self, bare: list[Callable[[], object]], steps: int, device: torch.device) -> None:
         self.bare, self.steps, self.device = bare, steps, device
@@ -116,7 +116,7 @@ class TakesTurns(classification.Classification):
 def build_task(
     arguments: argparse.Namespace, device: torch.device, output: Path, cuda_graph: bool
 ) -> TakesTurns:
-    """The task with the settings of the recipe, and the run's."""
+    """The task with the settings of the recipe, and the settings of the run."""
     recipe = classification.RECIPES["short"]
     kwargs = tuple(arguments.model_kwargs)
     if not arguments.model_kwargs and arguments.model == "softpp_tiny":
@@ -124,7 +124,7 @@ def build_task(
     optim = dataclasses.replace(
         recipe.optim,
         batch_size=arguments.batch_size,
-        # The warm-up, the counted turn, the timed ones, and one more: a turn ends when the next begins.
+        # The warm-up, the counted turn, the timed turns, and one more: a turn ends when the next begins.
         epochs=COUNTED + 1 + arguments.turns + 1,
     )
     settings = classification.ClassificationSettings(
@@ -156,7 +156,7 @@ def build_task(
 def measure(
     arguments: argparse.Namespace, device: torch.device, cuda_graph: bool = False
 ) -> TakesTurns:
-    """Run the engine to its end, with the bare loops between its epochs."""
+    """Run the engine to the end, with the bare loops between its epochs."""
     OPTIMIZERS[FUSED] = lambda parameters: torch.optim.AdamW(
         parameters, lr=1e-4, weight_decay=0.05, fused=True
     )
@@ -189,14 +189,14 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--torchcompile", action="store_true")
-    parser.add_argument("--steps", type=int, default=50, help="steps of a turn (default 50)")
+    parser.add_argument("--steps", type=int, default=50, help="steps per turn (default 50)")
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each (default 5)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     gc.freeze()  # as the commands do
-    # Of a CPU, too, one thread: it is the host's work that counts.
+    # One thread on a CPU as well: only the host's work counts.
     torch.set_num_threads(1)
     ways = [""] if device.type == "cpu" else ["", ", CUDA graph"]
     measured = {way: measure(arguments, device, cuda_graph=bool(way)) for way in ways}

@@ -1,12 +1,12 @@
-"""Seconds from the start of a process to the first heat map, on a CPU with defaults.
+"""Seconds from the start of a process to the first heat map, on a CPU with default settings.
 
     python benchmarks/first_heatmap.py                   five runs of each, prints a table (about a minute)
     python benchmarks/first_heatmap.py --runs 9 --csv results/first_heatmap.csv
 
-Each run is a fresh process. `softfree figure heatmap` is timed until it says that the picture is written,
-`softfree explore` until it has answered the first request for maps, both at 224 x 224 pixels. A first run
-of each, which brings the files into the system's cache, does not count. Close other programs: two thirds of
-the time go into importing PyTorch and timm.
+Each run is a fresh process. `softfree figure heatmap` is timed until it reports that the figure is written,
+`softfree explore` until it has answered the first request for maps, both at 224 x 224 pixels. The first run
+of each, which loads the files into the system's cache, does not count. Close other programs: two thirds of
+the time are spent importing PyTorch and timm.
 """
 
 import argparse
@@ -36,7 +36,7 @@ FIRST_MAPS = "api/maps?model=0&photo=sample-1&size=224&stage=1&x=0.5&y=0.5"
 
 
 def figure_heatmap() -> float:
-    """Seconds until `softfree figure heatmap` has written its picture."""
+    """Seconds until `softfree figure heatmap` has written its figure."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "heatmap.png"
         start = time.perf_counter()
@@ -61,7 +61,7 @@ def explore() -> float:
 
 @contextlib.contextmanager
 def starting(*arguments: str) -> Iterator[IO[str]]:
-    """The lines that a softfree command prints, in a process of its own that ends with the block."""
+    """The lines that a softfree command prints, in its own process, which ends with the block."""
     command = [sys.executable, "-u", "-m", "softfree_cli", *arguments, "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -72,7 +72,7 @@ def starting(*arguments: str) -> Iterator[IO[str]]:
 
 
 def wait_for(text: str, lines: IO[str]) -> str:
-    """The first line with ``text``."""
+    """The first line that contains ``text``."""
     for line in lines:
         if text in line:
             return line
@@ -97,7 +97,7 @@ def main() -> int:
     )
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for number in range(arguments.runs + 1):
-        # In turn, so that what else the machine does meets both.
+        # In turn, so that other work on the machine affects both.
         for name, run in COMMANDS.items():
             seconds = run()
             if number > 0:

@@ -1,10 +1,11 @@
 """What an eager call costs the host: Python, checks, autograd and the launches of its kernels.
 
-    python benchmarks/host_time.py                 on a GPU; on a CPU the work itself is in the times
+    python benchmarks/host_time.py                 on a GPU; on a CPU the times include the work itself
 
-First single calls so small that the GPU waits for the host, beside PyTorch's fused attention: microseconds from one call
-to the next, without a gradient and with it. Then 256 heads of 3,136 tokens, where the kernels have work, begun from Python
-and in a CUDA graph. Last one picture through whole models, begun from Python. All in half precision, in one process.
+First come single calls so small that the GPU waits for the host, next to PyTorch's fused attention: microseconds from one
+call to the next, without and with a gradient. Then come 256 heads of 3,136 tokens, which give the kernels real work,
+launched from Python and in a CUDA graph. Last comes one image through whole models, launched from Python. Everything runs
+in half precision, in one process.
 """
 
 import statistics
@@ -38,7 +39,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def small_calls() -> dict[str, tuple[Callable[[], Tensor], Sequence[Tensor]]]:
-    """Calls by name, and what each is differentiated by."""
+    """Calls by name, and the inputs that each is differentiated with respect to."""
     q, k, v, landmarks = (
         normal(2, 2, 196, 32),
         normal(2, 2, 196, 32),
@@ -85,7 +86,7 @@ def without_gradient(call: Callable[[], Tensor]) -> Callable[[], object]:
 
 
 def host_microseconds(call: Callable[[], object]) -> float:
-    """From one call to the next while the GPU keeps up: the median of rounds that are waited for."""
+    """Time from one call to the next while the GPU keeps up: the median over synchronised rounds."""
     rounds = []
     for _ in range(ROUNDS + 1):
         synchronize(DEVICE)

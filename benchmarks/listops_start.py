@@ -2,8 +2,8 @@
 
     python benchmarks/listops_start.py softmax soft soft:query_gain=1 --csv FILE      minutes for each
 
-An attention may be followed by its options. Prints the accuracy in % on 400 samples of 200 to 400 tokens in the
-course of 500 steps of 32; the learning rate rises to 1e-3 in 100 steps and then falls, both in a straight line.
+You can append options to an attention. Prints the accuracy in % on 400 samples of 200 to 400 tokens during
+500 steps with batch 32; the learning rate rises linearly to 1e-3 in 100 steps and then falls linearly.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def accuracy(model: SequenceClassifier, batches: list[Any]) -> float:
 def learn(
     attention: str, options: dict[str, Any], seed: int, data: PackedSequences, tests: list[Any]
 ) -> Iterator[dict[str, object]]:
-    """Train; every 50 steps, the accuracy and the mean loss since."""
+    """Train; every 50 steps, yield the accuracy and the mean loss since the last time."""
     torch.manual_seed(seed)
     model = SequenceClassifier(VOCABULARY, LONGEST, CLASSES, attention, dropout=0.0, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
@@ -77,7 +77,7 @@ def main() -> None:
         PackedSequences(part, shift=0, length=LONGEST)
         for part in (samples.cut(0, TEST), samples.cut(TEST, TEST + TRAINING))
     )
-    # Samples of one length beside each other, so that little is padded.
+    # Samples of similar length next to each other, so that there is little padding.
     by_length = sorted(range(TEST), key=lambda index: len(test[index][0]))
     tests = [pad([test[i] for i in by_length[k : k + 50]]) for k in range(0, TEST, 50)]
     width = max(map(len, given.attentions))

@@ -1,10 +1,10 @@
-"""Why the inverse iterates Y <- 2 Y - Y A Y and not the cheaper-looking recurrence of its residual.
+"""Why the inverse iterates Y <- 2 Y - Y A Y and not the recurrence of its residual, which looks cheaper.
 
     python benchmarks/newton_recurrences.py
 
 With R_k = I - A Y_k the Newton step is also R_{k+1} = R_k^2, Y_{k+1} = Y_k (I + R_k): the same numbers in exact
-arithmetic, and the two products of a step do not wait for each other. In float32 they differ: Newton's
-step looks at A again each time and so corrects its rounding, the recurrence never does.
+arithmetic, and the two products of a step do not depend on each other. In float32 the two differ: Newton's
+step uses A again each time and so corrects its rounding; the recurrence never does.
 """
 
 import torch
@@ -16,7 +16,7 @@ from softfree.ops.attention.inverse import start_value
 
 SIZE = 49
 STEPS = 20
-# Spread of the points whose kernel matrix is inverted, small means close together and ill-conditioned.
+# Spread of the points whose kernel matrix is inverted; small means close together and ill-conditioned.
 SPREADS = (1.5, 0.75, 0.5, 0.4, 0.33, 0.25)
 
 

@@ -1,9 +1,9 @@
-"""How much of what a ViT has learned is left when its attention is replaced, and how soon it is back.
+"""How much of what a ViT has learned remains when its attention is replaced, and how soon it recovers.
 
     python benchmarks/replaced_vit.py --device cuda
 
-A small ViT of timm's is trained on the embedded digits with softmax attention; then its attention is replaced
-(softfree.replace_attention) and it is trained on. Beside it, the same epochs from random weights.
+A small timm ViT is trained on the embedded digits with softmax attention. Then its attention is replaced
+(softfree.replace_attention) and training continues. For comparison, the same epochs are run from random weights.
 """
 
 import argparse
@@ -23,7 +23,7 @@ BATCH = 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=60, help="of the softmax model")
+    parser.add_argument("--epochs", type=int, default=60, help="epochs of the softmax model")
     parser.add_argument("--further", type=int, default=10, help="epochs after the replacement")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
@@ -61,7 +61,7 @@ def vit() -> nn.Module:
 
 
 def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Pictures of 16 x 16, from the 8 x 8 ones, and their classes."""
+    """Images of 16 x 16, made from the 8 x 8 ones, and their classes."""
     data = load_digits()
     pictures = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
     pictures = F.interpolate(pictures, scale_factor=2.0, mode="bilinear")

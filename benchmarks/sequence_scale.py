@@ -1,10 +1,10 @@
-"""How large is what an attention adds to the tokens of an untrained sequence encoder, on ListOps?
+"""How much does an attention add to the tokens of an untrained sequence encoder, on ListOps?
 
     python benchmarks/sequence_scale.py                  prints a table (seconds, on a CPU)
     python benchmarks/sequence_scale.py softpp:stride=32 for an attention with its options
 
-Root mean squares over the tokens of four samples: of the tokens before each block's attention, and of what it
-adds to them.
+Prints root mean squares over the tokens of four samples: of the tokens before each block's attention, and of what
+the attention adds to them.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LENGTH, VOCABULARY, CLASSES = 2000, 32, 10
 def measure(
     attention: str, options: dict[str, Any], tokens: Tensor, mask: Tensor
 ) -> list[tuple[float, float]]:
-    """For each block: size of the tokens, and of what the attention adds."""
+    """For each block: the size of the tokens, and of what the attention adds."""
     torch.manual_seed(0)
     model = SequenceClassifier(VOCABULARY, LENGTH, CLASSES, attention, **options).eval()
     sizes: list[float] = []

@@ -1,12 +1,12 @@
-"""What do landmarks cost? Accuracy on twins against their number, for each sampler, beside rivals and no attention.
+"""What do landmarks cost? Accuracy on twins against their number, for each sampler, other attentions and none.
 
     python benchmarks/twins.py --seeds 0 1 2 --csv FILE --draw FILE          minutes on a GPU, an hour on a CPU
     python benchmarks/twins.py softfree:spread softmax --landmarks 64 16     some of the rows
-    python benchmarks/twins.py --read FILE FILE --draw FILE                  draws what earlier runs wrote
+    python benchmarks/twins.py --read FILE FILE --draw FILE                  draws the results of earlier runs
 
 Twins asks which of 64 cells occur twice (:mod:`softfree.data.twins`). Each row is the encoder of `softfree train longrange
---task twins`, trained as its recipe says and tested on 1,024 samples; all rows of a seed see the same training samples. On a
-GPU a step is replayed from a CUDA graph.
+--task twins`, trained with its recipe and tested on 1,024 samples; all rows of a seed see the same training samples. On a
+GPU, steps are replayed from a CUDA graph.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from softfree.training.schedule import Schedule
 OPTIM = RECIPES["twins"].optim
 COUNTS = (64, 32, 16, 8)
 CONTROL = "none"
-# Attentions with as many landmarks as they are told, and how they are told; ours also by each sampler.
+# Attentions whose number of landmarks can be set, and the option that sets it; ours also with each sampler.
 LANDMARKS: dict[str, Callable[[int], dict[str, Any]]] = {
     **{
         f"{name}:{sampler}": lambda count, sampler=sampler: (
@@ -60,7 +60,7 @@ USUAL = (
 
 @dataclasses.dataclass
 class Result:
-    """A row: the attention, its landmarks (0: it has none), and what it reached."""
+    """A row: the attention, its number of landmarks (0: it has none), and its results."""
 
     attention: str
     landmarks: int
@@ -71,7 +71,7 @@ class Result:
 
 
 class OwnValues(nn.Module):
-    """The control: every token's own values, projected; nothing passes from token to token."""
+    """The control: projects each token's own values; nothing passes from token to token."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -83,7 +83,7 @@ class OwnValues(nn.Module):
 
 
 def build(attention: str, landmarks: int, seed: int) -> SequenceClassifier:
-    """The encoder, with random weights of this seed."""
+    """The encoder, with random weights from this seed."""
     torch.manual_seed(seed)
     name = attention.partition(":")[0]
     options = LANDMARKS[attention](landmarks) if landmarks else {}
@@ -111,7 +111,7 @@ def samples(split: str, first: int, last: int, device: torch.device) -> tuple[Te
 
 
 def learn(model: nn.Module, values: Tensor, labels: Tensor) -> None:
-    """Train on the samples, a batch after the other."""
+    """Train on the samples, one batch after the other."""
     on_gpu = values.is_cuda
     steps, batch = len(values) // OPTIM.batch_size, OPTIM.batch_size
     warmup = OPTIM.warmup_steps * steps // OPTIM.steps
@@ -140,7 +140,7 @@ def learn(model: nn.Module, values: Tensor, labels: Tensor) -> None:
 def graphed(
     step: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Callable[[], None]:
-    """The step, replayed from a CUDA graph. What the steps before the capture changed is set back."""
+    """The step, replayed from a CUDA graph. Changes made by the steps before the capture are undone."""
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     graphs = CudaGraphs(next(model.parameters()).device)
     for _ in range(WARM_UP):
@@ -183,7 +183,7 @@ def measure(
 
 
 def draw(results: Sequence[Result], title: str) -> Any:
-    """Accuracy against landmarks, a line for each sampler and rival; those without landmarks are level lines."""
+    """Draw accuracy against landmarks, one line per sampler and attention; those without landmarks are horizontal."""
     figure = new_figure(9.5, 5.5)
     axes = figure.add_subplot()
     styles = dict(zip(SAMPLERS, ("-", "-", ":", "-.", "-"), strict=True))
@@ -219,7 +219,7 @@ def draw(results: Sequence[Result], title: str) -> Any:
 
 
 def read(paths: Sequence[Path]) -> tuple[list[Result], dict[str, str]]:
-    """What earlier runs wrote, and the last of its rows."""
+    """Read the results of earlier runs; also return their last row."""
     rows = [row for path in paths for row in csv.DictReader(path.read_text().splitlines())]
     results = [
         Result(row["attention"], int(row["landmarks"]), int(row["seed"]), float(row["accuracy"]))

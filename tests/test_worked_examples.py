@@ -123,4 +123,4 @@ def test_lras_listops_become_an_encoder_and_a_file_of_tokens(run, monkeypatch, c
     assert answer["logits"].shape == (1, 10)
     wrong = "export --checkpoint sequences/best --img-size 64 other.onnx"
     assert softfree_cli.main(wrong.split()) == 2
-    assert "sequences/best is one of sequences" in capsys.readouterr().err
+    assert "sequences/best is a sequence model" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a table or a figure needs: complexity, time, memory, and what the attention layers do."""
+"""Measurements for tables and figures: complexity, time, memory, and what the attention layers do."""
 
 from softfree.analysis.capture import AttentionCapture, AttentionLayer, SoftLayer, capture_attention
 from softfree.analysis.complexity import count_macs, count_parameters

@@ -1,4 +1,4 @@
-"""What attention costs: time, memory and the share of the memory's speed, once it is known to be right."""
+"""The cost of attention: time, memory and the share of the memory bandwidth. Correctness is checked first."""
 
 import contextlib
 import math
@@ -18,7 +18,7 @@ from softfree.layers import ATTENTIONS, create_attention
 from softfree.layers.factory import SETTINGS
 from softfree.ops import soft_attention
 
-# Softpp first, as the tables have it; its settings are those of the papers, by Newton's iteration.
+# Softpp first, as in the tables; its settings are those of the papers, with the Newton iteration.
 OURS: dict[str, dict[str, Any]] = {
     "softpp": SETTINGS["softpp"],
     "softpp-solve": dict(normalize=True, inverse="solve"),
@@ -26,13 +26,14 @@ OURS: dict[str, dict[str, Any]] = {
 }
 OPERATORS = (*OURS, "softmax")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Of the norm of the result and of each gradient; half precision rounds inputs, results and products.
+# Relative to the norm of the result and of each gradient; half precision rounds inputs, results and products.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}
-# Entries of the n x m kernel in the comparison with float64, where some of them are held at once.
+# Limit on the entries of the n x m kernel in the comparison with float64, which holds several of them at
+# once.
 MAX_CHECKED = 2**22
 SLOWEST = 3.0
 BACKWARD_FACTOR = 3.5
-# Softmax attention as it is written down, with its n x n matrix; torch's fused one has none.
+# Softmax attention computed literally, with its n x n matrix; torch's fused version has none.
 UNFUSED = "softmax-unfused"
 LAYERS = (*ATTENTIONS, UNFUSED)
 # Tokens of the papers' Fig. 1b, and how many landmarks or slots layers have at each of them.
@@ -52,7 +53,7 @@ class Shape:
     landmarks: int = 49
 
     def floor_bytes(self, dtype: torch.dtype) -> int:
-        """Least traffic of a forward pass that stores no n x m matrix: q twice, v once, the result once.
+        """Minimum traffic of a forward pass without an n x m matrix: q twice, v once, the result once.
 
         Example:
             >>> Shape(heads=256, tokens=3136).floor_bytes(torch.bfloat16)
@@ -61,7 +62,7 @@ class Shape:
         return 4 * self.heads * self.tokens * self.dim * dtype.itemsize
 
     def smaller(self) -> "Shape":
-        """The shape at which correctness is checked: two heads at most, the same tokens if they fit."""
+        """The shape at which correctness is checked: at most two heads, the same tokens if they fit."""
         heads = min(self.heads, 2)
         tokens = min(self.tokens, max(MAX_CHECKED // (heads * self.landmarks), self.landmarks))
         return Shape(heads, tokens, self.dim, self.landmarks)
@@ -69,7 +70,7 @@ class Shape:
 
 @dataclass
 class Cost:
-    """One attention at one shape; None where it was not measured, and ``note`` says why."""
+    """One attention at one shape; a figure is None if it was not measured, and ``note`` says why."""
 
     batch_heads: int
     tokens: int
@@ -99,18 +100,18 @@ class Cost:
 
     @property
     def label(self) -> str:
-        """The attention in words, for a legend; with its backend, unless that was left open."""
+        """The attention in words, for a legend; with its backend, unless that is "auto"."""
         backend = "" if self.name == "softmax" or self.backend == "auto" else f" ({self.backend})"
         return LABELS[self.attention] + backend
 
     @property
     def faulty(self) -> bool:
-        """Wrong or not able to run, as opposed to skipped."""
+        """Whether it is wrong or can't run, as opposed to skipped."""
         return self.note.startswith(("wrong", "failed"))
 
 
 class Inputs(NamedTuple):
-    """q, k, v, landmarks and the gradient that arrives at the result."""
+    """q, k, v, landmarks and the gradient of the result."""
 
     q: Tensor
     k: Tensor
@@ -120,7 +121,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def draw(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Inputs":
-        """Normal tokens; landmarks are tokens at even distances."""
+        """Draw normally distributed tokens; landmarks are evenly spaced tokens."""
         generator = torch.Generator(device).manual_seed(seed)
         size = (1, shape.heads, shape.tokens, shape.dim)
         q, k, v, grad = (
@@ -130,7 +131,7 @@ class Inputs(NamedTuple):
         return Inputs(q, k, v, q[:, :, places].contiguous(), grad)
 
     def leaves(self, dtype: torch.dtype) -> "Inputs":
-        """The same for a backward pass, in this type."""
+        """The same inputs for a backward pass, in this dtype."""
         q, k, v, landmarks = (t.detach().to(dtype).requires_grad_() for t in self[:4])
         return Inputs(q, k, v, landmarks, self.grad.to(dtype))
 
@@ -154,7 +155,7 @@ def largest_error(
     *,
     backward: bool = True,
 ) -> float:
-    """Largest relative error of the result and the gradients against the reference in float64; inf: not finite."""
+    """Largest relative error of result and gradients against the float64 reference; inf if not finite."""
     drawn = Inputs.draw(shape, dtype, device, seed=1)
     results = []
     for chosen, wide in ((backend, dtype), ("reference", torch.float64)):
@@ -179,15 +180,17 @@ def measure_costs(
     seconds: float = 0.5,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[Cost]:
-    """The costs of all attentions, one shape after the other. What is wrong at a shape is not timed there.
+    """Measure the costs of all attentions, shape by shape.
+
+    An attention that is wrong at a shape is not timed.
 
     Args:
-        attentions: names among ``OPERATORS``.
-        backends: of the operator, each for each of our attentions.
-        dtype: a name among ``DTYPES``.
+        attentions: names from ``OPERATORS``.
+        backends: backends of the operator, each used for each of our attentions.
+        dtype: a name from ``DTYPES``.
         bandwidth: bytes per second of the memory, see :func:`softfree.analysis.copy_bandwidth`.
-        seconds: for each figure.
-        report: told what is going on.
+        seconds: time for each figure.
+        report: called with progress messages.
     """
     kind, found = DTYPES[dtype], []
     for shape in shapes:
@@ -272,7 +275,7 @@ def _time(
             cost.note = f"skipped: one call would take about {expected:.0f} s"
             continue
         call = _call(cost, inputs, backward)
-        # On a CPU what else the machine does must meet all of them: their turns come below.
+        # On a CPU they take turns below, so that other load on the machine affects all of them equally.
         alone = seconds if device.type == "cuda" else 0.0
         found = measure(partial(Work, call), device, seconds=alone, cuda_graph=None)
         cost.note = found.note or cost.note
@@ -294,7 +297,7 @@ def _time(
 
 
 def time_curves(costs: Sequence[Cost], figure: str) -> dict[str, list[tuple[int, float]]]:
-    """By attention, tokens and milliseconds, ascending; per head where shapes differ in their heads."""
+    """Tokens and milliseconds of each attention, ascending; time per head if shapes differ in their heads."""
     per_head = len({cost.batch_heads for cost in costs}) > 1
     found: dict[str, list[tuple[int, float]]] = {}
     for cost in sorted(costs, key=lambda cost: cost.tokens):
@@ -306,7 +309,7 @@ def time_curves(costs: Sequence[Cost], figure: str) -> dict[str, list[tuple[int,
 
 
 def draw_times(costs: Sequence[Cost], title: str) -> Any:
-    """Time against tokens, both axes logarithmic, a colour for each attention."""
+    """Draw time against tokens, both axes logarithmic, with a colour for each attention."""
     words = {cost.name: cost.label for cost in costs}
     # Backends of one attention are shades of its colour.
     by_attention: dict[str, dict[str, None]] = {}
@@ -332,7 +335,7 @@ def draw_times(costs: Sequence[Cost], title: str) -> Any:
 
 @dataclass
 class LayerMemory:
-    """What a layer holds at most beyond its weights and its input; None where memory ran out."""
+    """Peak memory of a layer beyond its weights and its input; None if memory ran out."""
 
     attention: str
     tokens: int
@@ -346,7 +349,7 @@ class LayerMemory:
 
 
 def measure_layer_memory(row: LayerMemory, device: torch.device) -> LayerMemory:
-    """Fill in the figures of one attention, a name among ``LAYERS``, at one length."""
+    """Fill in the figures of one attention, a name from ``LAYERS``, at one length."""
     unfused = row.attention == UNFUSED
 
     def prepare(backward: bool) -> Work:
@@ -366,7 +369,7 @@ def measure_layer_memory(row: LayerMemory, device: torch.device) -> LayerMemory:
 
         def step() -> None:
             layer(x).sum().backward()
-            # Gone before the next call, which would otherwise add to them.
+            # Freed before the next call, which would otherwise add to them.
             layer.zero_grad()
             x.grad = None
 
@@ -382,7 +385,7 @@ def measure_layer_memory(row: LayerMemory, device: torch.device) -> LayerMemory:
 
 
 def draw_memory(rows: Sequence[LayerMemory], title: str) -> Any:
-    """Memory against tokens, a curve for each attention."""
+    """Draw memory against tokens, with a curve for each attention."""
     lines = []
     for name in dict.fromkeys(row.attention for row in rows):
         points = [
@@ -391,7 +394,7 @@ def draw_memory(rows: Sequence[LayerMemory], title: str) -> Any:
             if row.attention == name and row.forward_backward_mib is not None
         ]
         if points:
-            # SOFT and SOFT++ hold the same: both must be seen.
+            # SOFT and SOFT++ need the same memory; both curves must be visible.
             style = "o--" if name == "softpp" else "o-"
             lines.append(Line(LABELS[name], points, COLOURS[name], style))
     return draw_against_tokens(lines, "MiB, forward and backward", title)

@@ -14,20 +14,20 @@ from softfree.analysis.plots import new_figure
 def residual_curves(model: nn.Module, images: Iterable[Tensor], steps: int) -> dict[int, Tensor]:
     """Residuals ``||A Y_k A - A||_2 / ||A||_2`` of every softmax-free layer on images (3, H, W), normalised.
 
-    Returns, by stage, (curves, steps + 1): one curve for each image, block and head; entry k is after k steps,
-    whatever number the layers take.
+    Returns (curves, steps + 1) for each stage: one curve for each image, block and head. Entry k is the
+    residual after k steps, regardless of how many the layers use.
     """
     curves: dict[int, list[Tensor]] = {}
     for image in images:
         for layer in capture_attention(model, image).soft_layers:
             curves.setdefault(layer.stage, []).append(layer.residuals(steps).cpu())
     if not curves:
-        raise ValueError("the model has no softmax-free layer, and so no Newton iteration")
+        raise ValueError("the model has no softmax-free layer, so it has no Newton iteration")
     return {stage: torch.cat(found) for stage, found in sorted(curves.items())}
 
 
 def draw_convergence(curves: dict[int, Tensor], taken: set[int], title: str, colour: str) -> Any:
-    """Residual against step, one panel per stage, in the colour of the model's attention."""
+    """Draw residual against step, one panel per stage, in the colour of the model's attention."""
     figure = new_figure(2.6 * len(curves) + 0.8, 4)
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     for axes, (stage, found) in zip(panels, curves.items(), strict=True):
@@ -46,7 +46,7 @@ def draw_convergence(curves: dict[int, Tensor], taken: set[int], title: str, col
     figure.suptitle(f"{what}: {title}", fontsize=10)
     model = ", ".join(map(str, sorted(taken)))
     figure.supxlabel(
-        "line: mean; band: least to greatest of all images, blocks and heads; dotted: converged"
+        "line: mean; band: range over all images, blocks and heads; dotted: converged"
         + (f"; dashed: the steps that the model takes ({model})" if taken else ""),
         fontsize=8,
     )

@@ -1,4 +1,4 @@
-"""What a measured number must name: the date, the device, the versions."""
+"""The environment of a measurement: the date, the device, the versions."""
 
 import csv
 import datetime
@@ -48,7 +48,7 @@ def _version(package: str) -> str:
 def write_csv(
     path: Path, rows: Sequence[Mapping[str, object]], measured_in: Mapping[str, object]
 ) -> None:
-    """Write rows, each followed by the environment; what a row lacks is empty, and folders are made as needed."""
+    """Write rows, each followed by the environment; missing fields are empty, and folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         columns = dict.fromkeys(name for row in (*rows, measured_in) for name in row)

@@ -1,4 +1,4 @@
-"""Time and memory of a call, measured on the device it runs on. :func:`measure` is what the tables are made of."""
+"""Time and memory of a call, measured on the device it runs on. The tables are made with :func:`measure`."""
 
 import gc
 import itertools
@@ -20,12 +20,13 @@ TURN = 0.1
 REPLAY = 1e-3  # seconds of a CUDA graph
 MOST_IN_GRAPH = 100
 MOST_REPEATS = 1000
-# Above this many seconds a call on a GPU costs the host nothing, and a graph would replay it for long.
+# For a call on a GPU that takes more seconds than this, the host does not matter, and replaying a graph takes
+# long.
 LONG = 0.1
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: the median, over how many calls, and the fastest."""
+    """Seconds of one call: the median, the number of calls, and the fastest."""
 
     median: float
     repeats: int
@@ -33,20 +34,21 @@ class Timing(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What to measure, and the bytes that are held between its calls: weights, inputs, an optimizer's state."""
+    """The call to measure, and the bytes held between calls: weights, inputs, an optimizer's state."""
 
     call: Callable[[], object]
     held: Callable[[], int] = lambda: 0
 
 
 class Measured(NamedTuple):
-    """What :func:`measure` found; None where it was not measured, and ``note`` says why.
+    """The result of :func:`measure`; a figure is None if it was not measured, and ``note`` says why.
 
     Attributes:
-        seconds: median of a call, as ``timer`` says: "host", "events" (in the GPU's queue) or "CUDA graph".
-        eager_seconds: of a call on a GPU, begun from Python; where both were asked for.
-        extra_bytes: most that a call held at once beyond what was there before, its result included.
-        held_bytes: what is there between calls.
+        seconds: median of a call, measured by ``timer``: "host", "events" (in the GPU's queue) or "CUDA
+            graph".
+        eager_seconds: time of a call on a GPU, started from Python, if both were requested.
+        extra_bytes: peak memory of a call beyond what was held before, including its result.
+        held_bytes: memory held between calls.
     """
 
     seconds: float | None = None
@@ -57,12 +59,12 @@ class Measured(NamedTuple):
     note: str = ""
 
     def per_second(self, count: int) -> float | None:
-        """Things per second, ``count`` of which are in a call."""
+        """Items per second, with ``count`` items in a call."""
         return None if self.seconds is None else count / self.seconds
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most that was held at once."""
+        """Peak memory."""
         return None if self.extra_bytes is None else self.extra_bytes + (self.held_bytes or 0)
 
 
@@ -74,14 +76,14 @@ def measure(
     cuda_graph: bool | None = False,
     once: bool = False,
 ) -> Measured:
-    """Memory and time of a call after a warm-up. Where memory runs out, at any point, a note says so.
+    """Measure memory and time of a call after a warm-up. If memory runs out at any point, a note says so.
 
     Args:
         prepare: builds the work, such as a model on the device and a step of its training.
         device: where it computes.
-        seconds: for the timing; 0: memory alone.
-        cuda_graph: time it as a CUDA graph; None: both ways, and from Python alone if it can't be captured
-            or takes more than ``LONG``.
+        seconds: time for the timing; 0: measure only memory.
+        cuda_graph: time it as a CUDA graph; None: both ways, or only from Python if it can't be captured or
+            takes more than ``LONG``.
         once: make one call, a long one, and read memory and time from it.
 
     Example:
@@ -137,9 +139,9 @@ def _timed(
 def relate(
     rows: Sequence[Any], base: Any, ratios: Mapping[str, str], *, lower_is_better: bool = False
 ) -> None:
-    """Fill in how many times better than the row ``base`` (None: there is none) each row is.
+    """Fill in how many times better each row is than the row ``base`` (None: there is none).
 
-    ``ratios``: by the field that is compared, the field for the ratio.
+    ``ratios`` maps the field that is compared to the field for the ratio.
     """
     for row in rows:
         for field, ratio in ratios.items():
@@ -149,12 +151,12 @@ def relate(
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first; its kind, if it says nothing."""
+    """The first line of an error message, or the error's type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def release(device: torch.device | str) -> None:
-    """Give back the memory of what is no longer used, so that what is measured next has all of it."""
+    """Free unused memory, so that all of it is available for the next measurement."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
@@ -193,9 +195,10 @@ def time_call(
 def time_in_turn(
     calls: Sequence[Callable[[], object]], budget: float, *, min_rounds: int = 3
 ) -> list[float]:
-    """Median seconds of each call on a CPU, for ratios: what else the machine does meets all of them.
+    """Median seconds of each call on a CPU, for ratios.
 
-    The calls take turns of ``TURN`` seconds, at least one timed call each, until ``budget`` is spent.
+    Other load on the machine affects all of them equally. The calls take turns of ``TURN`` seconds, at least
+    one timed call each, until ``budget`` is spent.
     """
     times: list[list[float]] = [[] for _ in calls]
     begin = time.perf_counter()
@@ -219,10 +222,10 @@ def time_queued(
     max_repeats: int = 200,
     budget: float = 1.0,
 ) -> Timing:
-    """Like :func:`time_call`, but calls on a GPU are queued one behind the other, as in a training loop.
+    """Like :func:`time_call`, but calls on a GPU are queued one after another, as in a training loop.
 
-    On a GPU events in its queue are timed; a call that the host starts more slowly than the GPU ends it
-    counts with the host's time. On a CPU this is :func:`time_call`.
+    On a GPU, events in its queue are timed. If the host launches a call more slowly than the GPU runs it, the
+    host's time counts. On a CPU this is :func:`time_call`.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -248,9 +251,10 @@ def time_graph(
     max_repeats: int = 200,
     budget: float = 1.0,
 ) -> Timing:
-    """Seconds of ``call`` in a CUDA graph, so without the host's part; caches are not flushed between calls.
+    """Seconds of ``call`` in a CUDA graph, without the host's part; caches are not flushed between calls.
 
-    A graph of one short call would be begun more slowly than it ends, so it holds as many as fill ``REPLAY``.
+    Launching a graph of one short call takes longer than the call, so it has as many calls as fill
+    ``REPLAY``.
     """
     replay = capture_graph(call)
     first = time_queued(replay, device, max_repeats=3, budget=0.0)
@@ -263,7 +267,10 @@ def time_graph(
 
 @dataclass(frozen=True)
 class Replay:
-    """A CUDA graph, with the call whose tensors it reads and writes: the graph itself does not hold them."""
+    """A CUDA graph, and the call whose tensors it reads and writes.
+
+    The graph itself does not keep them alive.
+    """
 
     graph: Any
     call: Callable[[], object]
@@ -273,11 +280,11 @@ class Replay:
 
 
 def capture_graph(call: Callable[[], object], calls: int = 1) -> Replay:
-    """``calls`` times ``call`` as a CUDA graph: the same work on the GPU, begun by the host in one go.
+    """Capture ``calls`` repetitions of ``call`` as a CUDA graph, which needs only a single launch.
 
-    What it reads and writes must stay where it is, and it may not ask the GPU for a number.
+    The tensors it reads and writes must stay in place, and it may not read a number from the GPU.
     """
-    # On a stream of its own, as PyTorch asks for, until nothing is set up for the first time.
+    # Warmed up on a separate stream, as PyTorch requires, so that all initialization is done.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -292,8 +299,8 @@ def capture_graph(call: Callable[[], object], calls: int = 1) -> Replay:
 
 
 def copy_bandwidth(device: torch.device | str = "cpu", *, size: int | None = None) -> float:
-    """Bytes per second that a large copy reads and writes together: the memory's practical speed."""
-    # More than caches hold.
+    """Bytes per second that a large copy reads and writes in total: the practical memory bandwidth."""
+    # Larger than the caches.
     size = size or (2**30 if torch.device(device).type == "cuda" else 2**27)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -301,10 +308,10 @@ def copy_bandwidth(device: torch.device | str = "cpu", *, size: int | None = Non
 
 
 def peak_extra_memory(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Most bytes that ``call`` held at once beyond what was held before it, its result included.
+    """Peak memory in bytes of ``call`` beyond what was held before it, including its result.
 
-    What PyTorch's allocator hands out is counted, on a CPU as well as on a GPU; what a library such as
-    MKL takes for itself is not.
+    Memory from PyTorch's allocator is counted, on a CPU as well as on a GPU. Memory that a library such as
+    MKL allocates itself is not.
 
     Example:
         >>> peak_extra_memory(lambda: torch.zeros(1000) + torch.ones(1000))
@@ -317,7 +324,7 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device | str = "
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # The profiler would report on every machine without a GPU that it found none.
+    # Otherwise the profiler reports on every machine without a GPU that it found none.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as run:

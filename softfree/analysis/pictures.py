@@ -1,4 +1,4 @@
-"""A photo, from a file or drawn; what a model sees of it, and where a pixel of the photo lies in that."""
+"""A photo, from a file or drawn, and the part of it that a model sees."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from softfree.data.images import UnreadableImageError, open_image
 
-# Of the drawn photo, evening over a lake.
+# The drawn photo shows evening over a lake.
 HORIZON = 0.58
-SUN = (0.68, 0.36)  # across and down, as parts of the width and the height
+SUN = (0.68, 0.36)  # across and down, as fractions of the width and the height
 SKY = np.array([[38, 54, 110], [236, 138, 92], [255, 214, 140]], dtype=np.float64)
 HILLS = [((0.40, 0.13), (112, 86, 124)), ((0.47, 0.08), (72, 60, 98)), ((0.53, 0.05), (36, 38, 66))]
 
@@ -33,7 +33,7 @@ class View(NamedTuple):
     box: tuple[int, int, int, int]
 
     def locate(self, x: float, y: float) -> tuple[float, float]:
-        """A point of the photo, in its pixels, as parts of the square's width and height."""
+        """Convert a point of the photo, in pixels, to fractions of the square's width and height."""
         left, top, right, bottom = self.box
         if not (left <= x < right and top <= y < bottom):
             raise ValueError(
@@ -44,11 +44,11 @@ class View(NamedTuple):
 
 
 def view(picture: Image.Image, side: int, metadata: Mapping[str, Any]) -> View:
-    """An RGB photo as a model is tested with it: resized, its middle cut out at ``side`` pixels, normalised.
+    """Prepare an RGB photo as for testing: resized, centre-cropped to ``side`` pixels, normalised.
 
     Args:
-        metadata: mean and std; crop_pct, the share of the shorter side that the model sees (all of it, if not
-            given); interpolation (bicubic, if not given).
+        metadata: mean and std; crop_pct, the share of the shorter side that the model sees (default: all of
+            it); interpolation (default: bicubic).
     """
     crop_pct = metadata.get("crop_pct", 1.0)
     interpolation = metadata.get("interpolation", "bicubic")
@@ -74,7 +74,7 @@ def seen_box(size: tuple[int, int], crop_pct: float) -> tuple[int, int, int, int
 
 
 def load_photo(photo: Path | None) -> Image.Image:
-    """The photo in a file, or a drawn one for None."""
+    """Load the photo in a file; None: a drawn photo."""
     if photo is None:
         return landscape()
     if not photo.is_file():
@@ -89,7 +89,7 @@ def landscape(width: int = 640, height: int = 480) -> Image.Image:
     """An RGB picture of this size, the same at every call."""
     x = np.linspace(0, 1, width)[None, :]
     y = np.linspace(0, 1, height)[:, None]
-    # What lies below the horizon is the sky and the hills again, upside down.
+    # Below the horizon, the sky and the hills are repeated upside down.
     above = np.where(y < HORIZON, y, 2 * HORIZON - y)
     ripples = 0.006 * np.sin(240 * y**2 + 9 * np.sin(5 * x)) * (y > HORIZON)
     across = np.broadcast_to(x, (height, width)) + ripples

@@ -1,4 +1,4 @@
-"""Charts of what was measured. Each is a matplotlib figure for :func:`save_figure`."""
+"""Charts of measurements. Each is a matplotlib figure for :func:`save_figure`."""
 
 import io
 from collections import Counter
@@ -44,16 +44,16 @@ COLOURS = {
 OTHER = "#404040"  # models without one of these attentions
 MARKERS = "os^Dv"
 STYLES = ("-", "--", "-.", ":")
-LEAST_RANGE = 10  # percent of accuracy that an axis shows
+LEAST_RANGE = 10  # smallest range of an accuracy axis, in percent
 MOST_TICKS = 8  # numbers of tokens below an axis
-# Classes that a matrix names, and those whose numbers it shows.
+# Maximum number of classes for which a matrix shows names, and numbers.
 MOST_NAMED, MOST_NUMBERED = 100, 25
 LONGEST_NAME = 28
 Curve = Sequence[tuple[int, float]]
 
 
 class Line(NamedTuple):
-    """A curve, with what the legend says, and how it is drawn."""
+    """A curve, with its legend and how it is drawn."""
 
     label: str
     points: Curve
@@ -64,7 +64,7 @@ class Line(NamedTuple):
 def new_figure(
     width: float, height: float, layout: Literal["constrained"] | None = "constrained"
 ) -> Any:
-    """An empty matplotlib figure of this size in inches; ``layout=None`` leaves axes where they are put."""
+    """An empty matplotlib figure of this size in inches; with ``layout=None`` axes are not moved."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -74,15 +74,15 @@ def new_figure(
 
 
 def save_figure(figure: Any, output: Path, kind: str = "figure") -> None:
-    """Write the figure in the format that its ending names, and say so."""
-    # Of what zlib finds, runs of equal bytes are nearly all in such pictures, and found much faster.
+    """Write the figure in the format of the file's extension, and print its name."""
+    # Run-length encoding compresses such pictures nearly as well as zlib's default, and much faster.
     png = {"pil_kwargs": {"compress_type": Image.RLE}} if output.suffix.lower() == ".png" else {}
     write_figure(figure, output, dpi=150, **png)
     print(f"{kind} written to {output}")
 
 
 def write_figure(figure: Any, output: Path, **options: Any) -> None:
-    """Write the figure, as a whole or not at all; its folder is made."""
+    """Write the figure, completely or not at all; create its folder if necessary."""
     content = io.BytesIO()
     figure.savefig(content, format=output.suffix[1:].lower(), **options)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -92,9 +92,10 @@ def write_figure(figure: Any, output: Path, **options: Any) -> None:
 def draw_against_tokens(
     lines: Sequence[Line], y_label: str, title: str, linear: str = "", **settings: Any
 ) -> Any:
-    """Lines over numbers of tokens, the y axis logarithmic; ``settings`` are those of matplotlib's axes.
+    """Draw lines against the number of tokens, with a logarithmic y axis.
 
-    ``linear`` are the legend's words for a line in proportion to the tokens, which ends where the lowest line does.
+    ``settings`` are for matplotlib's axes. ``linear`` is the legend of a line proportional to the tokens,
+    which ends where the lowest line does.
     """
     from matplotlib.ticker import LogLocator
 
@@ -124,7 +125,7 @@ def draw_against_tokens(
 
 
 def colour_of(name: str | None) -> str:
-    """The colour of an attention, or of a model that is called after its attention; that of others for None.
+    """The colour of an attention, or of a model named after its attention; None: the colour for others.
 
     Example:
         >>> colour_of("softpp_tiny") == colour_of("softpp"), colour_of("resnet50") == OTHER
@@ -135,7 +136,7 @@ def colour_of(name: str | None) -> str:
 
 
 def shades(colour: str, count: int) -> list[str]:
-    """A colour, and lighter ones of its kind, ``count`` in all.
+    """A colour and lighter shades of it, ``count`` in total.
 
     Example:
         >>> shades("#000000", 3)
@@ -153,11 +154,11 @@ def draw_bars(
     title: str,
     colours: Sequence[str],
 ) -> Any:
-    """One panel per figure, with a group of bars for each name; None leaves a gap.
+    """Draw one panel per figure, with a group of bars for each name; None leaves a gap.
 
     Args:
-        panels: by the panel's words, and then by the legend's, one value for each of ``names``.
-        colours: of each name, lighter for the legend's second words and so on.
+        panels: for each panel title and each legend entry, one value for each of ``names``.
+        colours: the colour of each name; lighter for the second legend entry and so on.
     """
     picture = new_figure(2 + 3 * len(panels), 1.4 + 0.5 * len(names))
     row = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -184,9 +185,9 @@ def draw_bars(
 def draw_resolution(
     curves: Mapping[str, Curve], trained: Mapping[str, int], colours: Mapping[str, str]
 ) -> Any:
-    """Accuracy against size, one line per checkpoint; a ring marks the size of its training.
+    """Draw accuracy against image size, one line per checkpoint; a ring marks the training size.
 
-    Checkpoints of one colour, those of one attention, have lines and markers of their own.
+    Checkpoints with the same attention have the same colour, but different lines and markers.
     """
     figure = new_figure(7, 4.8)
     axes = figure.add_subplot()
@@ -203,7 +204,7 @@ def draw_resolution(
     axes.set_xticks(sorted({size for curve in curves.values() for size, _ in curve}))
     axes.set(xlabel="side of the square image (pixels)", ylabel="top-1 accuracy (%)")
     low, high = axes.get_ylim()
-    # A line that is nearly flat looks it.
+    # The axis has a minimum range, so that nearly flat lines look flat.
     middle, half = (low + high) / 2, max(high - low, LEAST_RANGE) / 2
     axes.set_ylim(max(0.0, middle - half), min(100.0, middle + half))
     words = "Accuracy against image size; ring and dots mark the size of the training"
@@ -219,10 +220,10 @@ def draw_confusion(
     bars: Mapping[str, Sequence[float | None]],
     title: str,
 ) -> Any:
-    """What is taken for what as a heat map, a row for each truth, and beside it a panel of bars for each figure.
+    """Draw a confusion matrix as a heat map, with true classes as rows, and a panel of bars for each figure.
 
     Args:
-        names: of rows and columns.
+        names: the names of rows and columns.
         shares: (n, n), each row in percent of its sum.
         bars: by name, percentages of the first classes, or of all; None leaves a gap.
     """

@@ -1,4 +1,4 @@
-"""The spectrum behind softmax-free attention, and what the normalisation does to it (Fig. 6 of the papers)."""
+"""The spectrum behind softmax-free attention, and the effect of the normalisation (Fig. 6 of the papers)."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ class SpectralNorms(NamedTuple):
 def spectral_norms(landmarks: Tensor, scale: float) -> SpectralNorms:
     """Spectral norms of the matrix between the kernels, (...,) each, for landmarks (..., m, d).
 
-    The pseudo-inverse is exact, as in the papers' Fig. 6b: T Newton steps cut small eigenvalues off and so
-    bound the norm, which would hide how it grows with m.
+    The pseudo-inverse is exact, as in the papers' Fig. 6b. T Newton steps would cut off small eigenvalues and
+    so bound the norm, which would hide how it grows with m.
     """
     landmarks = landmarks.double()
     a = gaussian_kernel(landmarks, landmarks, scale)
@@ -44,9 +44,9 @@ def draw_spectrum(
     title: str,
     colour: str,
 ) -> Any:
-    """Left: eigenvalues of A by stage. Right: spectral norms against m.
+    """Draw the eigenvalues of A by stage (left) and spectral norms against m (right).
 
-    ``title`` names the model, ``colour`` is that of its attention, with shades of it for the stages.
+    ``title`` names the model. ``colour`` is that of its attention; stages have shades of it.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -54,7 +54,7 @@ def draw_spectrum(
     figure.suptitle(f"Spectrum of the kernel between landmarks, A: {title}", fontsize=11)
     left, right = figure.subplots(1, 2)
     stages = sorted({layer.stage for layer in layers})
-    # Of two shades more the lightest are left out: thin lines of theirs would hardly be seen.
+    # The two lightest shades are not used, since thin lines would hardly be visible in them.
     lines = zip(stages, shades(colour, len(stages) + 2), itertools.cycle(STYLES), strict=False)
     for stage, shade, style in lines:
         members = [layer for layer in layers if layer.stage == stage]

@@ -68,31 +68,31 @@ class ModelConditions:
     fuse_bn: bool = False
     """for inference, fold batch norms into the convolutions before them"""
     cuda_graph: bool = False
-    """replay every step from a CUDA graph: the GPU's time alone, however slow the host"""
+    """replay every step from a CUDA graph, so that only the GPU's time counts"""
 
     def on(self, device: torch.device) -> "ModelConditions":
-        """The same with what the device decides."""
+        """The same conditions, with what depends on the device filled in."""
         batch = DEFAULT_BATCH[device.type] if self.batch_size is None else self.batch_size
         amp_dtype = DEFAULT_AMP[device.type] if self.amp_dtype == "auto" else self.amp_dtype
         return dataclasses.replace(self, batch_size=batch, amp_dtype=amp_dtype)
 
     @property
     def images(self) -> int:
-        """At a time, once the device is known."""
+        """Images at a time, once the device is known."""
         assert self.batch_size is not None
         return self.batch_size
 
 
 @dataclass(frozen=True)
 class LatencyConditions:
-    """How every model of a run answers."""
+    """How every model of a run is called."""
 
     img_size: int = 224
     """side of the square images"""
     amp_dtype: str = "auto"
     """autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU"""
     half: bool = False
-    """keep weights and images in the dtype of --amp-dtype, instead of casting them at each call"""
+    """keep weights and images in the dtype of --amp-dtype instead of casting them in each call"""
     channels_last: bool = False
     """keep images and maps with the channels last in memory"""
     fuse_bn: bool = False
@@ -118,7 +118,7 @@ def new_row(
     figures: Iterable[str] = ("img_per_s", "ratio_to_first", "peak_gib"),
     **known: Any,
 ) -> SimpleNamespace:
-    """A row of a table, with None for ``{kind}_{figure}``; where one is not measured ``note`` says why."""
+    """A row of a table, with None for ``{kind}_{figure}``; ``note`` says why one is not measured."""
     unknown = itertools.product(kinds, figures)
     return SimpleNamespace(
         **known, **{f"{kind}_{figure}": None for kind, figure in unknown}, note=""
@@ -135,7 +135,7 @@ def measure_model(
     report: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> SimpleNamespace:
-    """One row, without its ratios; ``options`` are timm's keywords of the model."""
+    """Measure one row, without its ratios; ``options`` are timm's keyword arguments of the model."""
     report(f"{name}: building")
     side = conditions.img_size
     try:
@@ -147,7 +147,7 @@ def measure_model(
         problem = f"{name}{given} can't take images of {side} x {side}: {first_line(error)}"
         raise ValueError(problem) from error
     row = new_row(KINDS, model=name, parameters=count_parameters(network), macs=macs)
-    # Inference last: folding changes the model.
+    # Inference comes last, because folding changes the model.
     for kind in kinds:
         report(f"{name}: {KINDS[kind]}")
         torch.compiler.reset()
@@ -173,9 +173,9 @@ def measure_latency(
     seconds: float = 1.0,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[SimpleNamespace]:
-    """A row for each batch size and model, by the name it is shown with: timm's name and keywords.
+    """Measure a row for each batch size and model, given by display name: timm's name and keyword arguments.
 
-    A call is waited for. Models take turns, so that what else the machine does meets all of them.
+    Each call is waited for. Models take turns, so that other load on the machine affects all of them equally.
     """
     networks, notes = {}, {}
     for shown, (name, options) in models.items():
@@ -219,7 +219,7 @@ def measure_latency(
 def answer(
     network: nn.Module, batch: int, mode: str, conditions: LatencyConditions, device: torch.device
 ) -> Callable[[], None]:
-    """A call of the network on a batch, which ends when the answer is there."""
+    """A call of the network on a batch that returns when the result is there."""
     side, layout = conditions.img_size, channels(conditions.channels_last)
     images = torch.randn(batch, 3, side, side).to(device, memory_format=layout)
     if conditions.half:
@@ -249,7 +249,7 @@ def measure_with_detector(
     seconds: float = 3.0,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Fill in a row's own figures and counts of parameters; ``arguments`` are the backbone's."""
+    """Fill in a row's figures and parameter counts; ``arguments`` are those of the backbone."""
     for part in PARTS:
         report(f"{row.backbone} {row.landmarks}: {part}")
         torch.manual_seed(0)
@@ -276,7 +276,7 @@ def relate_to_first(rows: Sequence[Any], kinds: Iterable[str]) -> None:
 def draw_speeds(
     rows: Sequence[Any], names: Sequence[str], kinds: Mapping[str, str], title: str
 ) -> Any:
-    """Bars of images per second and of GiB, one for each kind of work, in the words of ``kinds``."""
+    """Draw bars of images per second and of GiB, one for each kind of work, labelled by ``kinds``."""
     panels = {
         words: {
             label: [getattr(row, f"{kind}_{figure}") for row in rows]
@@ -297,7 +297,7 @@ def fill(row: Any, kind: str, found: Measured, images: int) -> None:
 
 
 def build(name: str, img_size: int, **options: Any) -> nn.Module:
-    """An untrained model for images of this size, told the size if it wants to know."""
+    """Create an untrained model for images of this size; pass it the size if it takes one."""
     torch.manual_seed(0)
     try:
         return timm.create_model(name, img_size=img_size, **options)
@@ -309,10 +309,10 @@ def build(name: str, img_size: int, **options: Any) -> nn.Module:
 
 
 def try_count_macs(network: nn.Module, img_size: int) -> int | None:
-    """Multiply-adds; None for a model that runs but whose products can't be counted from shapes alone."""
+    """Count multiply-adds; None if a model runs, but its products can't be counted from shapes."""
     try:
         return count_macs(network, img_size)
-    # Anything that a model from elsewhere may do with tensors that hold no numbers.
+    # Models from elsewhere may raise anything when tensors have no numbers.
     except Exception:
         with torch.inference_mode():
             network.eval()(torch.randn(1, 3, img_size, img_size))
@@ -352,7 +352,10 @@ def training_step(
     capturable: bool = False,
     inputs: Iterable[Tensor] = (),
 ) -> Work:
-    """A step on the gradient of ``loss()``. ``capturable``: by a CUDA graph; Adam then counts on the GPU."""
+    """A step on the gradient of ``loss()``.
+
+    If ``capturable`` by a CUDA graph, Adam counts steps on the GPU.
+    """
     optimizer = OPTIMIZERS[opt](network.parameters())
     for group in optimizer.param_groups:
         group["capturable"] = capturable
@@ -387,7 +390,7 @@ def inference(network: nn.Module, conditions: ModelConditions, device: torch.dev
 def place_classifier(
     network: nn.Module, conditions: ModelConditions, device: torch.device
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Images, and the model to call on them, on the device in the layout asked for."""
+    """Images, and the model to call on them, on the device in the requested layout."""
     side = conditions.img_size
     layout = place(network, conditions.channels_last, device)
     images = torch.randn(conditions.images, 3, side, side).to(device, memory_format=layout)
@@ -395,7 +398,7 @@ def place_classifier(
 
 
 def build_part(part: str, name: str, arguments: dict[str, Any], detector: str) -> nn.Module:
-    """A backbone's maps at 1/4 to 1/32, or the detector on it, for pictures that have their size already."""
+    """A backbone with maps at 1/4 to 1/32, or the detector on it, for pictures that are already resized."""
     if part == "backbone":
         return PyramidFeatures(name, **arguments)
     return DETECTORS[detector](name, CLASSES, backbone_kwargs=arguments, _skip_resize=True)
@@ -410,7 +413,7 @@ def backbone_pass(network: nn.Module, conditions: DetectorConditions, device: to
     def step() -> None:
         with autocast(conditions.amp_dtype, device):
             maps = network(images)
-        # The gradient is that of sum(maps) in each map's own type.
+        # The gradient of sum(maps), in each map's own dtype.
         torch.autograd.backward(maps, [torch.ones_like(x) for x in maps])
         network.zero_grad(set_to_none=True)
 
@@ -446,14 +449,17 @@ def make_target(height: int, width: int, masks: bool, device: torch.device) -> d
 
 
 def place(network: nn.Module, channels_last: bool, device: torch.device) -> torch.memory_format:
-    """Put a network on the device, its weights in the layout asked for; returns the layout, for images."""
+    """Move a network to the device, with its weights in the requested layout.
+
+    Returns the layout, for images.
+    """
     layout = channels(channels_last)
     network.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     return layout
 
 
 def channels(last: bool) -> torch.memory_format:
-    """Where the channels are in memory."""
+    """The memory format, with the channels last or not."""
     return torch.channels_last if last else torch.contiguous_format
 
 
@@ -464,9 +470,9 @@ def count_bytes(network: nn.Module, *others: object) -> int:
 
 
 def fold_if_safe(network: nn.Module, img_size: int) -> str:
-    """Fold batch norms into convolutions if that leaves the results alone; say what was done.
+    """Fold batch norms into convolutions if the results stay the same; return a note on what was done.
 
-    That a norm is listed after a convolution does not mean that it follows it. So a copy with random
+    A norm that is listed after a convolution need not follow it in the computation. So a copy with random
     statistics is folded first and compared.
     """
     trial = copy.deepcopy(network).cpu().float().eval()

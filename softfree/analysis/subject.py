@@ -1,4 +1,4 @@
-"""The models that figures, the explorer, `inspect` and `export` look at."""
+"""The models that figures, the explorer, `inspect` and `export` work on."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,15 +15,16 @@ from softfree.analysis.pictures import View, view
 from softfree.models.checks import check_model_name
 
 DEFAULT_MODEL = "softfree_tiny"
-# For checkpoints that leave it to their model.
+# For checkpoints that do not record it.
 PREPARATION = {"img_size": 224, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 
 
 class Subject(NamedTuple):
-    """A model to look at.
+    """A model to examine.
 
-    ``metadata`` has its task and what its images want: img_size, mean and std. Of a detector, ``model`` is its
-    backbone with the feature pyramid. ``checkpoint`` is where it was read, None for a fresh model.
+    ``metadata`` has its task and how its images are prepared: img_size, mean and std. For a detector,
+    ``model`` is its backbone with the feature pyramid. ``checkpoint`` is where it was loaded from, None for a
+    fresh model.
     """
 
     title: str
@@ -39,14 +40,14 @@ class Subject(NamedTuple):
 def load_subject(
     checkpoint: Path | None, model: str | None, device: torch.device | str = "cpu", **kwargs: Any
 ) -> Subject:
-    """The model of a checkpoint, or a fresh one of that name (None: softfree_tiny) with random weights.
+    """Load the model of a checkpoint, or create one by name (None: softfree_tiny) with random weights.
 
-    ``kwargs`` go to a fresh model.
+    ``kwargs`` are passed to a fresh model.
     """
     if checkpoint is not None:
         if model is not None:
             raise ValueError(
-                f"`model` {model} and `checkpoint` {checkpoint}: give one; a checkpoint knows its model"
+                f"`model` {model} and `checkpoint` {checkpoint}: use only one; a checkpoint has its own model"
             )
         from softfree.training.tasks import load_for_inference
 
@@ -77,7 +78,7 @@ def load_subjects(
     attentions: Sequence[str] = (),
     device: torch.device | str = "cpu",
 ) -> list[Subject]:
-    """Every checkpoint, and every fresh model with every attention asked for."""
+    """Load every checkpoint, and every fresh model with every requested attention."""
     subjects = [load_subject(path, None, device) for path in checkpoints]
     if checkpoints and attentions and not models:
         raise ValueError("`attention` is for fresh models; a checkpoint has its own")
@@ -89,7 +90,7 @@ def load_subjects(
 
 
 def checkpoint_title(checkpoint: Path, metadata: Mapping[str, Any]) -> str:
-    """The model and the run, which its folder names; and the folder in it, if that is not its best.
+    """The names of the model and of the run's folder; also of the checkpoint's folder, if it is not "best".
 
     Example:
         >>> checkpoint_title(Path("output/cats/best"), {"model": "softpp_tiny"})

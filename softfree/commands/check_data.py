@@ -46,20 +46,20 @@ from softfree.training.loading import ignore_signals
 from softfree.training.settings import WORKERS
 from softfree.training.tasks import TASKS
 
-# Of the largest class over the smallest: worth a word.
+# Warn if the largest class is this many times larger than the smallest.
 UNEVEN = 10
-# Pictures a loading process takes at a time; the progress moves on after each lot.
+# Pictures that a loading process takes at a time; the progress bar moves after each chunk.
 CHUNK = 16
-# Of more classes the table has the most and the least frequent, so many of each.
+# If there are more classes, the table shows the most and the least frequent, this many of each.
 SHOWN = 20
-# What the counts of the classes are of; of class maps those that have a class.
+# What is counted for each class; for class maps, the pictures that have it.
 COUNTED = {
     "classification": "pictures",
     "detection": "objects",
     "segmentation": "pictures with it, share of the pixels",
     "longrange": "samples",
 }
-# By their field in a description: rows of the table of a set.
+# Rows of the table, by their field in a description.
 ROWS = {
     "samples": "pictures",
     "width": "width",
@@ -73,7 +73,7 @@ ROWS = {
     "crowds": "crowds and difficult objects",
     "ignored": "pixels without a class",
 }
-# Rows that are left out where there is nothing to say.
+# Rows that are only shown if they are not 0.
 RARE = ("crowds", "ignored")
 Kind = Literal["classification", "detection", "segmentation", "longrange"]
 
@@ -92,21 +92,24 @@ def check_data(
     preview: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     recipe: str = "",
 ) -> int:
-    """Run the checks that training begins with, decode every picture, and say what was found.
+    """Run the checks of a training run, decode every picture, and report what was found.
 
     Args:
-        kind: classification (class folders), detection (COCO, Roboflow, VOC, YOLO), segmentation (class maps or masks)
-            or longrange.
-        data_dir: folder to check; otherwise the embedded digits or shapes, or what is made for --task.
+        kind: classification (class folders), detection (COCO, Roboflow, VOC, YOLO), segmentation (class maps
+            or masks) or longrange.
+        data_dir: folder to check; otherwise the embedded digits or shapes, or what is generated for --task.
         task: longrange: listops, text, retrieval, image, pathfinder or twins.
-        masks: detection: also check masks, where there are any.
-        skip_bad_annotations: boxes and masks: leave out annotations that can't be used.
+        masks: detection: also check masks, if there are any.
+        skip_bad_annotations: boxes and masks: skip annotations that can't be used.
         ignore_label: segmentation: value in masks/ that stands for no class.
-        decode: also decode every picture, to find damaged ones and to measure all; training does not before it starts.
+        decode: also decode every picture, to find damaged ones and to measure all of them; training does not
+            do this before it starts.
         workers: processes that decode pictures.
-        json: write the figures to this file, those of all classes.
-        preview: draw training samples as the model sees them, varied, with their classes, boxes or masks (.png, .jpg).
-        recipe: with --preview: of `softfree train`, whose variations are drawn; '': the one it would choose.
+        json: write the figures to this file, for all classes.
+        preview: draw augmented training samples as the model sees them, with their classes, boxes or masks,
+            into this file (.png, .jpg).
+        recipe: with --preview: recipe of `softfree train` whose augmentation is drawn; '': the one it would
+            choose.
     """
     check_at_least(0, workers=workers)
     check_output("--json", json)
@@ -114,7 +117,7 @@ def check_data(
     settings: Any = None
     if preview is not None:
         if kind == "longrange":
-            raise ValueError("--preview draws pictures: it is for the tasks that have some")
+            raise ValueError("--preview draws pictures; it is not available for longrange")
         given = [] if data_dir is None else ["--data-dir", data_dir]
         given += ["--recipe", recipe] if recipe else []
         given += ["--detector", "mask-rcnn"] if kind == "detection" and masks else []
@@ -137,7 +140,7 @@ def check_data(
         splits = {"train": data.train, "val": data.val}
         if kind == "detection":
             for part in splits.values():
-                # Checked by now; to draw them would take longer than the pictures.
+                # They have been checked by now, and decoding them would take longer than the pictures.
                 part.masks = False
         seen = check_pictures(splits, data_dir, workers) if decode else {}
         described = {
@@ -149,7 +152,7 @@ def check_data(
     print_classes(described, data.class_names, "tokens" if per_token else COUNTED[kind])
     print_warnings(kind, described)
     if kind == "detection" and masks and not has_masks:
-        print("boxes alone: for RetinaNet, not for Mask R-CNN")
+        print("only boxes, no masks: usable for RetinaNet, not for Mask R-CNN")
     if json is not None:
         content: Description = {"task": task if kind == "longrange" else kind}
         content |= {"data_dir": data_dir, "splits": described}
@@ -176,15 +179,17 @@ def say(text: str) -> None:
 
 
 def load_classes(data_dir: str | None) -> ImageData:
-    """Class folders as training takes them."""
+    """Load class folders as training does."""
     split = 0.0 if data_dir is None or not lacks_validation(Path(data_dir)) else VAL_SPLIT
     if split:
-        say(f"{data_dir} has no val/: training sets {split:.0%} of each class aside (--val-split)")
+        say(
+            f"{data_dir} has no val/: training validates on {split:.0%} of each class (--val-split)"
+        )
     return load_images(data_dir, val_split=split)
 
 
 def describe(kind: Kind, part: Any, names: Sequence[str], seen: Sequence[Seen]) -> Description:
-    """A split of pictures in numbers."""
+    """Describe a split of pictures in numbers."""
     if kind == "classification":
         return describe_pictures(part.labels, names, seen)
     if kind == "detection":
@@ -193,13 +198,13 @@ def describe(kind: Kind, part: Any, names: Sequence[str], seen: Sequence[Seen]) 
 
 
 def describe_long_range(data: LongRangeData) -> dict[str, Description]:
-    """The splits of a long-range task in numbers; those without samples of their own share them."""
+    """Describe the splits of a long-range task in numbers; some splits may share their samples."""
     found: dict[str, Description] = {}
     for split in ("train", "dev", "test"):
         part = getattr(data, split)
         same = next((other for other in found if getattr(data, other) is part), None)
         if same is not None:
-            print(f"{split} has the samples of {same}")
+            print(f"{split} has the same samples as {same}")
             continue
         samples = with_bar(items_of(part), f"reading {split}", len(part))
         found[split] = describe_sequences(samples, data.class_names)
@@ -207,7 +212,7 @@ def describe_long_range(data: LongRangeData) -> dict[str, Description]:
 
 
 def print_sizes(described: Mapping[str, Description], unit: str) -> None:
-    """A table of what each split has."""
+    """Print a table of what each split has."""
     table = make_table(["min / median / max", *described])
     for field, title in {**ROWS, "samples": unit}.items():
         cells = [own.get(field) for own in described.values()]
@@ -231,13 +236,13 @@ def _cell(value: Any, total: int | None) -> str:
 
 
 def print_classes(described: Mapping[str, Description], names: Sequence[str], what: str) -> None:
-    """A table of the classes: counts, and shares of all."""
+    """Print a table of the classes: counts, and shares of all."""
     console = Console(highlight=False)
     splits = {split: own["classes"] for split, own in described.items() if "classes" in own}
     if not splits:
         say(f"{len(names)} classes: {', '.join(names)}")
         return
-    print(f"{len(names)} classes, of each: {what}")
+    print(f"{len(names)} classes, for each: {what}")
     first = next(iter(splits.values()))
     order = sorted(range(len(names)), key=lambda place: -first[place]["share"])
     left_out = len(names) - 2 * SHOWN
@@ -257,21 +262,21 @@ def print_classes(described: Mapping[str, Description], names: Sequence[str], wh
 
 
 def print_warnings(kind: Kind, described: Mapping[str, Description]) -> None:
-    """Classes that do not occur, and those that occur far less than others."""
+    """Warn about classes that do not occur, or occur far less than others."""
     for split, own in described.items():
         if unused := [of["name"] for of in own.get("classes", ()) if not of["count"]]:
             say(f"{split}: no {COUNTED[kind].split()[0]} of {some(unused)}")
     counts = [of["count"] for of in described["train"].get("classes", ()) if of["count"]]
     if counts and max(counts) >= UNEVEN * min(counts) and kind != "segmentation":
         say(
-            f"classes are uneven: {min(counts):,} to {max(counts):,} {COUNTED[kind]} of a class to train on"
+            f"classes are unbalanced: {min(counts):,} to {max(counts):,} {COUNTED[kind]} per class to train on"
         )
 
 
 def check_pictures(
     splits: Mapping[str, Any], data_dir: str | None, workers: int
 ) -> dict[str, list[Seen]]:
-    """Decode all pictures and look at each; print those that can't be used, then raise if there are any."""
+    """Decode and check all pictures; print those that can't be used, then raise if there are any."""
     faults: list[str] = []
     found: dict[str, list[Seen]] = {}
     for split, data in splits.items():
@@ -293,12 +298,12 @@ def check_pictures(
         print("\n".join(faults))
         count = sum(map(len, splits.values()))
         raise ValueError(
-            f"--data-dir {data_dir}: {len(faults):,} of {count:,} pictures can't be used, named above; "
-            "replace them, or remove them together with what is said of them"
+            f"--data-dir {data_dir}: {len(faults):,} of {count:,} pictures can't be used (listed above); "
+            "replace them, or remove them together with their annotations"
         )
     return found
 
 
 def look_at_all(items: Sequence[Any]) -> list[Seen | Unreadable]:
-    """What is kept of a data set's items: the pictures stay in the process that decoded them."""
+    """Summaries of a data set's items; the pictures themselves stay in the process that decoded them."""
     return [look(item) for item in items]

@@ -35,21 +35,21 @@ from softfree.training.settings import RunSettings
 
 Item = TypeVar("Item")
 NOTHING = "-"
-# Where runs go if nothing is said, and tasks whose models look at pictures.
+# The default folder of runs, and the tasks whose models take pictures.
 RUNS = RunSettings().output
 PICTURE_TASKS = ("classification", "detection", "segmentation")
-# By title, the text of a row's cell.
+# For each title, a function from a row to the text of its cell.
 Columns = Mapping[str, Callable[[Any], str]]
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg")
 Photo = Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[PHOTO]")]
-# Each use of the option adds one, so that a photo may follow it.
+# Each use of the option adds one value, so that a photo may follow it.
 Repeated = tyro.conf.UseAppendAction
 Result = TypeVar("Result")
 
 
 def check_choices(option: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse values of ``option`` that are not ``known``, and none at all."""
+    """Raise if ``option`` has no values, or values that are not ``known``."""
     known, given = list(known), list(given)
     if not given:
         raise ValueError(f"{option} needs at least one of {', '.join(known)}")
@@ -64,34 +64,34 @@ def check_positive(option: str, value: float) -> None:
 
 
 def check_img_size(*sides: int | None) -> None:
-    """Refuse images too small for a pyramid; None, where the model's own size is meant, passes."""
+    """Raise if images are too small for a pyramid; None, the model's own size, is accepted."""
     for side in sides:
         if side is not None:
             check_at_least(SMALLEST_IMAGE, img_size=side)
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Refuse a file that can't be written: before the measuring, not after it."""
+    """Raise if a file can't be written, so that this is found before measuring and not after it."""
     if path is None:
         return
     if path.is_dir():
-        raise ValueError(f"{option} must name a file, {path} is a folder")
+        raise ValueError(f"{option} must name a file, but {path} is a folder")
     if path.exists():
         if not os.access(path, os.W_OK):
-            raise ValueError(f"{option}: can't write {path}; give a file of yours")
+            raise ValueError(f"{option}: can't write {path}; use a file that you can write to")
         return
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
     try:
-        # Tried, since permissions do not tell all: not even root can write in /proc.
+        # Try it, since permissions are not enough: not even root can write in /proc.
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise ValueError(
-            f"{option}: can't write {path}, for {nearest} takes no files ({error.strerror})"
+            f"{option}: can't write {path}, because no file can be created in {nearest} ({error.strerror})"
         ) from error
 
 
 def check_figure(option: str, path: Path | None, endings: Sequence[str] = FIGURE_ENDINGS) -> None:
-    """Refuse a file that no figure can be written to."""
+    """Raise if a figure can't be written to a file."""
     if path is not None and path.suffix.lower() not in endings:
         raise ValueError(f"{option} must end in {', '.join(endings)}, got {path}")
     check_output(option, path)
@@ -101,7 +101,7 @@ def make_table(titles: Iterable[str]) -> Table:
     """A table without side borders, narrow enough for a terminal of 80 columns."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     first, *others = titles
-    # Its words stay whole where the table is wide.
+    # Words of the first title are not broken, even in a wide table.
     widest = max(map(len, first.split()), default=0)
     table.add_column(first, overflow="fold", vertical="top", min_width=widest)
     for title in others:
@@ -110,14 +110,14 @@ def make_table(titles: Iterable[str]) -> Table:
 
 
 def message_console(**options: Any) -> Console:
-    """For messages: in a terminal they break between words, in a file they stay one line."""
+    """A console for messages: wrapped between words in a terminal, but one line each in a file."""
     console = Console(highlight=False, **options)
     console.soft_wrap = not console.is_terminal
     return console
 
 
 def shell_lines(argv: Iterable[str]) -> str:
-    """A command to be copied, in lines that fit a terminal.
+    """Format a command to be copied, in lines that fit a terminal.
 
     Example:
         >>> print(shell_lines(["softfree", "predict", "a photo.jpg", "--checkpoint", "output/" + 50 * "x"]))
@@ -135,7 +135,7 @@ def shell_lines(argv: Iterable[str]) -> str:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """A line or text of JSON as its standard has it: a number that is not finite is null.
+    """Convert a value to standard JSON: numbers that are not finite become null.
 
     Example:
         >>> to_json({"score": float("nan"), "boxes": [1.5]})
@@ -153,7 +153,7 @@ def _finite(value: Any) -> Any:
 
 
 def digits(value: float | None, factor: float = 1.0) -> str:
-    """Three significant digits without an exponent; a dash for None.
+    """Format a number with three significant digits and no exponent; a dash for None.
 
     Example:
         >>> digits(0.01234), digits(123.4), digits(23701.2), digits(None)
@@ -168,12 +168,12 @@ def digits(value: float | None, factor: float = 1.0) -> str:
 
 
 def field(name: str, factor: float = 1.0) -> Callable[[Any], str]:
-    """A cell: :func:`digits` of the row's field of this name."""
+    """A function for a cell: :func:`digits` of the row's field of this name."""
     return lambda row: digits(getattr(row, name), factor)
 
 
 def percent(share: float | None) -> str:
-    """A share in percent; a dash for None.
+    """Format a share in percent; a dash for None.
 
     Example:
         >>> percent(0.416), percent(0.0047), percent(None)
@@ -185,7 +185,10 @@ def percent(share: float | None) -> str:
 
 
 def with_bar(items: Iterable[Item], what: str, total: int | None = None) -> Iterable[Item]:
-    """The items, with a bar that is removed at the end; where nobody watches, without."""
+    """Yield the items with a progress bar, which is removed at the end.
+
+    There is no bar if stderr is not a terminal.
+    """
     console = Console(stderr=True, highlight=False)
     return track(
         items, what, total, console=console, transient=True, disable=not console.is_terminal
@@ -194,9 +197,10 @@ def with_bar(items: Iterable[Item], what: str, total: int | None = None) -> Iter
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Shows what is going on: ``with progress() as report: report("what")``; removed at the end.
+    """Show progress: ``with progress() as report: report("what")``; removed at the end.
 
-    One line that is written over: no thread, as a spinner has, runs beside what is measured.
+    It is a single line that is overwritten. Unlike a spinner, it needs no thread that would disturb
+    measurements.
     """
     console = Console(stderr=True, highlight=False)
 
@@ -213,7 +217,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def elapsing() -> Iterator[Callable[[str], None]]:
-    """As :func:`progress`, with the time that has gone by; for what takes long, with no steps in between."""
+    """Like :func:`progress`, with the elapsed time; for long work without intermediate steps."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", style="dim"), TimeElapsedColumn())
     with Progress(
@@ -224,7 +228,7 @@ def elapsing() -> Iterator[Callable[[str], None]]:
 
 
 def heading(console: Console, what: str, measured_in: Mapping[str, object], threads: bool) -> None:
-    """Two lines: what is measured, on what."""
+    """Print two lines: what is measured, and on which device."""
     versions = [f"{name} {measured_in[name]}" for name in ("torch", "triton") if measured_in[name]]
     device = str(measured_in["device"])
     if threads:
@@ -235,7 +239,7 @@ def heading(console: Console, what: str, measured_in: Mapping[str, object], thre
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Where it is measured, and where the figures go beside the screen."""
+    """The device to measure on, and files to write the figures to."""
 
     device: str = "auto"
     """'cuda', 'cpu', or 'auto' for the GPU if there is one"""
@@ -245,7 +249,7 @@ class Report:
     """draw the figures into this file (.png, .pdf or .svg)"""
 
     def check(self) -> torch.device:
-        """Refuse files that can't be written, before the measuring; the device."""
+        """Raise if a file can't be written, before measuring; return the device."""
         where = choose_device(self.device)
         check_output("--csv", self.csv)
         check_figure("--draw", self.draw)
@@ -263,12 +267,12 @@ class Report:
         records: Sequence[Mapping[str, object]] | None = None,
         extra: Mapping[str, object] = {},
     ) -> None:
-        """Print measured rows as :func:`print_rows` does, and how to read them; write CSV and plot, if asked for.
+        """Print measured rows with :func:`print_rows`, and how to read them; write CSV and plot if requested.
 
         Args:
             draw: makes the plot, given its title.
             records: the rows of the CSV; otherwise the attributes of ``rows``.
-            extra: what every row of the CSV has besides.
+            extra: further columns with the same value in every row of the CSV.
         """
         console = Console(highlight=False)
         where = choose_device(self.device)
@@ -287,11 +291,14 @@ REPORT = Report()
 
 
 def newest_run(tasks: Container[str] = PICTURE_TASKS) -> Path | None:
-    """The best checkpoint of the newest run under output/, of one of these tasks; said in a line. None without runs."""
+    """The best checkpoint of the newest run under output/ of one of these tasks, also printed.
+
+    Returns None if there are no runs.
+    """
     found = []
     for depth in ("best", "*/best", "*/*/best"):
         for folder in RUNS.glob(depth):
-            # A run may be writing there, or what is there be no checkpoint.
+            # A run may be writing there, or it may not be a checkpoint.
             with contextlib.suppress(OSError, ValueError):
                 if read_metadata(folder).get("task") in tasks:
                     found.append((folder.stat().st_mtime, folder))
@@ -304,11 +311,11 @@ def newest_run(tasks: Container[str] = PICTURE_TASKS) -> Path | None:
 
 @dataclasses.dataclass(frozen=True)
 class OneSubject:
-    """The model that a command looks at, and where it runs."""
+    """The model that a command examines, and where it runs."""
 
     checkpoint: Path | None = None
-    """folder that `softfree train` wrote, such as OUT/best; without it and --model the newest run under output/,
-    or a fresh model"""
+    """folder that `softfree train` wrote, such as OUT/best; if neither it nor --model is given, the newest
+    run under output/, or a fresh model"""
     model: str | None = None
     """name of a fresh model with random weights, see `softfree models`"""
     device: str = "auto"
@@ -331,11 +338,11 @@ def print_rows(
     columns: Columns,
     section: Callable[[Any], str] | None = None,
 ) -> None:
-    """A table of rows, and their notes below it.
+    """Print a table of rows, with their notes below it.
 
     Args:
-        columns: by title, the text of a row's cell; the first names the row.
-        section: what rows that follow each other may share, which then stands above them.
+        columns: for each title, a function from a row to the text of its cell; the first names the row.
+        section: a heading for consecutive rows that share it, shown above them.
     """
     name = next(iter(columns.values()))
     indent = "" if section is None else "  "
@@ -365,7 +372,7 @@ def print_rows(
 
 
 def fold_name(name: str, width: int, indent: str = "") -> str:
-    """A name in lines of at most ``width``, which end after its signs.
+    """Break a name into lines of at most ``width``, after its punctuation.
 
     Example:
         >>> print(fold_name("swin_tiny_patch4_window7_224", 20))
@@ -383,14 +390,14 @@ def fold_name(name: str, width: int, indent: str = "") -> str:
 def save_rows(
     path: Path | None, rows: Sequence[Mapping[str, object]], measured_in: Mapping[str, object]
 ) -> None:
-    """Write the rows to a CSV file, if one is named, and say so."""
+    """Write the rows to a CSV file, if one is given, and print its name."""
     if path is not None:
         write_csv(path, rows, measured_in)
         print(f"figures written to {path}")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file of JSON, as a whole or not at all; its folder is made."""
+    """Write a JSON file, completely or not at all; create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_durably(path, to_json(content).encode())
 
@@ -398,7 +405,10 @@ def write_json(path: Path, content: Any) -> None:
 def command(
     function: Callable[..., int], description: str | None
 ) -> Callable[[Sequence[str]], int]:
-    """``main(argv)`` of the command ``softfree NAME``, where NAME is the function's; returns the exit code."""
+    """``main(argv)`` of the command ``softfree NAME``, where NAME is the function's.
+
+    Returns the exit code.
+    """
     prog = f"softfree {function.__name__.replace('_', '-')}"
     return lambda argv: parse(function, argv, prog=prog, description=description)
 
@@ -411,9 +421,9 @@ def run_subcommand(
     question: str,
     description: str | None,
 ) -> Result:
-    """Run the subcommand of ``softfree COMMAND`` that ``argv`` begins with; return what it returns.
+    """Run the subcommand of ``softfree COMMAND`` that ``argv`` starts with; return what it returns.
 
-    ``question`` begins the error if it begins with none; ``description`` heads the help of all.
+    ``question`` starts the error message if there is no subcommand; ``description`` starts the help text.
     """
     name = argv[0] if argv else ""
     prog = f"softfree {command}"
@@ -423,5 +433,5 @@ def run_subcommand(
     if name not in subcommands:
         given = f"got {name!r}" if argv else f"e.g. `{prog} {next(iter(subcommands))}`"
         raise ValueError(f"{question} One of {', '.join(subcommands)}; {given}")
-    # On its own, so that errors point to its own --help.
+    # Parsed separately, so that errors refer to the subcommand's own --help.
     return parse(subcommands[name], argv[1:], prog=f"{prog} {name}")

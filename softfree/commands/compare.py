@@ -1,8 +1,8 @@
 """Compare attentions on a task of the Long Range Arena, or on twins: accuracy, size, speed, memory.
 
 `softfree compare --task listops --attentions softfree softmax --output OUT` trains each attention that is not
-trained yet in OUT/TASK/ATTENTION, tests it, and measures it at the task's full length. Started again, it
-goes on where it was stopped (exit code 75), and only measures what is trained.
+yet trained in OUT/TASK/ATTENTION, tests it, and measures it at the task's full length. If it is stopped (exit
+code 75) and started again, it continues where it was; attentions that are already trained are only measured.
 """
 
 import dataclasses
@@ -62,9 +62,10 @@ class CompareSettings(LongRangeSettings):
     """Settings of `softfree compare`."""
 
     attentions: tuple[str, ...] = ATTENTIONS
-    """among softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer, agent, flatten"""
+    """one or more of softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer, agent,
+    flatten"""
     train: bool = True
-    """train what is not trained yet; otherwise it is measured without"""
+    """train attentions that are not trained yet; otherwise they are measured untrained"""
     seconds: float = 2.0
     """time for each measured figure"""
     csv: Path | None = None
@@ -73,7 +74,7 @@ class CompareSettings(LongRangeSettings):
     """draw accuracy, speed and memory into this file (.png, .pdf or .svg)"""
 
 
-# Of training and inference; in the table all but the memory of inference.
+# Measured in training and inference; the table shows all figures except the memory of inference.
 KINDS = ("train", "infer")
 FIGURES = ("samples_per_s", "ratio_to_softmax", "peak_mib")
 
@@ -81,13 +82,13 @@ FIGURES = ("samples_per_s", "ratio_to_softmax", "peak_mib")
 def main(argv: Sequence[str]) -> int:
     """Run ``softfree compare`` with these arguments; return the exit code."""
     if any(argument.split("=")[0] == "--attention" for argument in argv):
-        raise ValueError("--attention: compare takes several, --attentions softfree softmax")
+        raise ValueError("--attention: compare takes several, use --attentions softfree softmax")
     settings = train.resolve(
         argv,
         LongRange,
         {name: CompareSettings(**vars(recipe)) for name, recipe in RECIPES.items()},
         prog="softfree compare",
-        description=f"{__doc__}\n--task sets the defaults below to the papers' for it; flags win.",
+        description=f"{__doc__}\n--task sets the defaults below to those of the papers; flags override them.",
     )
     check(settings)
     rows = []
@@ -130,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check(settings: CompareSettings) -> None:
-    """Refuse what can't be compared, before anything is trained."""
+    """Raise if settings can't be compared, before anything is trained."""
     check_choices("--attentions", settings.attentions, ATTENTIONS)
     check_choices("--task", [settings.data.task], TASKS)
     check_positive("--seconds", settings.seconds)
@@ -144,7 +145,7 @@ def check(settings: CompareSettings) -> None:
 
 
 def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings:
-    """What `softfree train longrange` would be told: of --model-kwargs those that the attention takes."""
+    """The settings for `softfree train longrange`, with only those --model-kwargs the attention takes."""
     known = option_names(attention)
     words = settings.model.attention_options
     own = tuple(word for word in words if "=" not in word or word.partition("=")[0] in known)
@@ -161,7 +162,7 @@ def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings
 
 
 def is_trained(settings: LongRangeSettings) -> bool:
-    """Whether the run is there and done; one with other settings is an error."""
+    """Whether the run exists and is finished; raises if it has other settings."""
     folder = settings.run.output
     if not (folder / TEST_RESULT).is_file():
         return False
@@ -172,13 +173,13 @@ def is_trained(settings: LongRangeSettings) -> bool:
         different.append(f"--seed {found['run']['seed']}")
     if different:
         raise ValueError(
-            f"{folder} was trained with {', '.join(different)}; give the same, or another --output"
+            f"{folder} was trained with {', '.join(different)}; use the same settings, or another --output"
         )
     return True
 
 
 class _OneSample(nn.Module):
-    """The encoder on one sample of full length, called like a model of images, whose work can be counted."""
+    """The encoder on one sample of full length, called like an image model, for counting its MACs."""
 
     def __init__(self, model: nn.Module, task: LongRangeTask):
         super().__init__()
@@ -190,7 +191,7 @@ class _OneSample(nn.Module):
 
 
 def random_tokens(task: LongRangeTask, batch: int, device: torch.device) -> Tensor:
-    """Samples of a task's full length."""
+    """Random samples with a task's full length."""
     if task.channels:
         return torch.randn(batch, task.length, task.channels, device=device)
     shape = (batch, 2, task.length) if task.pair else (batch, task.length)
@@ -200,7 +201,7 @@ def random_tokens(task: LongRangeTask, batch: int, device: torch.device) -> Tens
 def measure_encoder(
     row: SimpleNamespace, settings: LongRangeSettings, device: torch.device, seconds: float
 ) -> None:
-    """Fill in size, work, speed and memory at the task's full length; weights do not matter to them."""
+    """Fill in size, work, speed and memory at the task's full length; they do not depend on the weights."""
     task = TASKS[settings.data.task]
     torch.manual_seed(0)
     model = build_encoder(model_arguments(settings.model, task))
@@ -248,12 +249,12 @@ COLUMNS: Columns = {
 
 
 def percentage(accuracy: float | None) -> str:
-    """An accuracy as the papers print it; a dash for None."""
+    """Format an accuracy as in the papers; a dash for None."""
     return NOTHING if accuracy is None else f"{accuracy:.2f}"
 
 
 def write(rows: Sequence[SimpleNamespace], settings: CompareSettings) -> None:
-    """The table, and what else was asked for."""
+    """Print the table, and write the files that were requested."""
     task, optim = TASKS[settings.data.task], settings.optim
     extra = {
         "batch_size": optim.batch_size,

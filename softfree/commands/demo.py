@@ -21,7 +21,7 @@ from softfree.training.devices import choose_device
 SIDES = (28, 56, 112, 224)  # of the token grid: one token per 4 x 4 pixels in stage 1
 HEADS, HEAD_DIM, LANDMARKS = 2, 32, 49
 SLOWEST = 20.0
-# Above this many seconds a call is made once, and its time and memory are read from that one call.
+# A call that takes more seconds than this is made only once, for both time and memory.
 LONG = 1.0
 
 
@@ -35,10 +35,10 @@ def demo(
     """Show what the package does on this machine.
 
     Args:
-        photo: a photo of yours; otherwise one is drawn.
+        photo: one of your photos; otherwise one is drawn.
         model: name of a backbone, see `softfree models`.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
-        max_tokens: leave out longer inputs of the race.
+        max_tokens: skip longer inputs in the race.
     """
     console = Console(highlight=False)
     chosen = choose_device(device)
@@ -47,9 +47,9 @@ def demo(
     console.print(
         "\n[bold]Next[/]\n"
         "  softfree models                     all backbones, with the papers' figures\n"
-        "  softfree demo PHOTO.jpg             the same with a photo of yours\n"
+        "  softfree demo PHOTO.jpg             the same with one of your photos\n"
         "and README.md: the operator and the backbones in a few lines of Python.\n"
-        "If the shell finds no softfree: source .venv/bin/activate"
+        "If the shell does not find softfree: source .venv/bin/activate"
     )
     return 0
 
@@ -60,7 +60,7 @@ main = command(demo, __doc__)
 def show_backbone(
     console: Console, name: str, picture: Image.Image, device: torch.device, *, drawn: bool
 ) -> None:
-    """Build a backbone, run the picture through it, and say what came out."""
+    """Build a backbone, run the picture through it, and print the results."""
     check_model_name(name)
     with progress() as report:
         report(f"building {name}")
@@ -101,7 +101,7 @@ def show_backbone(
 
 
 def race(console: Console, device: torch.device, sides: Sequence[int]) -> None:
-    """Time and memory of softmax-free and of softmax attention over growing images."""
+    """Measure time and memory of softmax-free and of softmax attention on growing images."""
     if not sides:
         raise ValueError(f"--max-tokens must be at least {SIDES[0] ** 2}")
     rows: list[tuple[int, Measured, Measured]] = []
@@ -127,14 +127,14 @@ def run(call: Callable[[], object], device: torch.device, *, once: bool = False)
     """Time and peak extra memory of a call; a long one is made only once."""
     found = measure(partial(Work, call), device, seconds=0.5, once=once)
     if found.note:
-        raise ValueError(f"{found.note}: fewer --max-tokens need less")
+        raise ValueError(f"{found.note}; use a smaller --max-tokens")
     return found
 
 
 def print_race(
     console: Console, device: torch.device, rows: Sequence[tuple[int, Measured, Measured]]
 ) -> None:
-    """The table of the race, and how to read it. What has no figure for memory was not run."""
+    """Print the table of the race, and how to read it. Rows without a figure for memory were not run."""
     console.print(
         f"\n[bold]2. Attention without and with softmax[/], on {describe_environment(device)['device']}\n\n"
         f"{HEADS} heads of {HEAD_DIM} channels, {LANDMARKS} landmarks, float32.\n"
@@ -167,12 +167,12 @@ def print_race(
         )
     if rows[-1][2].extra_bytes is None:
         console.print(
-            f"~ not run, since it would take over {SLOWEST:.0f} s: the row above, times the square\n"
+            f"~ estimated, since it would take over {SLOWEST:.0f} s: the row above, times the square\n"
             "of the growth."
         )
     console.print(
-        "MiB: the most a call held beyond its inputs, its result included. Both grow\n"
-        "linearly, for torch's kernel never stores the n x n matrix of softmax attention.\n"
+        "MiB: peak memory of a call beyond its inputs, including its result. Both grow\n"
+        "linearly, as torch's kernel never stores the n x n matrix of softmax attention.\n"
         f"Stored, it would take {digits(longest**2 * HEADS * 4, 2**-20)} MiB in the last row.",
         style="dim",
     )

@@ -1,9 +1,9 @@
 """Write a model as ONNX, as a torch.export program or in timm's layout, checked against PyTorch.
 
-A file of ONNX or torch.export needs no softfree. It serves any batch, and any height and width of at least 33
-pixels; of a RetinaNet, one picture at a time. With --format timm a folder is written that
-`timm.create_model("local-dir:FOLDER", pretrained=True)` loads after `import softfree`, and that timm's and Hugging
-Face's tools push to the Hub.
+An ONNX or torch.export file does not need softfree. It takes any batch size, and any height and width of at
+least 33 pixels; that of a RetinaNet takes one picture at a time. --format timm writes a folder that
+`timm.create_model("local-dir:FOLDER", pretrained=True)` loads after `import softfree`, and that timm's and
+Hugging Face's tools can push to the Hub.
 """
 
 from collections.abc import Mapping
@@ -40,24 +40,25 @@ def export(
     features: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     img_size: int | None = None,
 ) -> int:
-    """Export a model and check the file. The exit code is 1, and no file is written, if it is off.
+    """Export a model and check the file. If the check fails, no file is written and the exit code is 1.
 
-    Of a RetinaNet, the file gives boxes, scores and labels of one picture at a time, chosen already. Of a Mask R-CNN, its
-    backbone and feature pyramid are exported: images to maps. That of a sequence encoder takes tokens and a mask.
+    For a RetinaNet, the file returns the final boxes, scores and labels of one picture at a time. For a Mask
+    R-CNN, only the backbone and the feature pyramid are exported (images to maps). The file of a sequence
+    encoder takes tokens and a mask.
 
     Args:
         output: the file to write; a folder with --format timm.
         checkpoint: folder that `softfree train` wrote, such as OUT/best.
         model: name of a fresh model with random weights, see `softfree models`.
-        format: ONNX, a torch.export program, or a folder as timm and the Hugging Face Hub have it.
-        features: maps at 1/4 to 1/32 of the image (every part of a model without a pyramid), not classes or boxes;
-            for --model and detectors.
-        img_size: side of the images to check with; otherwise that of the training.
+        format: ONNX, a torch.export program, or a folder in the layout of timm and the Hugging Face Hub.
+        features: export feature maps at 1/4 to 1/32 of the image (every part of a model without a pyramid)
+            instead of classes or boxes; for --model and detectors.
+        img_size: side of the images to check with; otherwise the training size.
     """
     check_img_size(img_size)
     if format == "timm":
         if output.is_file():
-            raise ValueError(f"PATH must name a folder with --format timm, {output} is a file")
+            raise ValueError(f"PATH must name a folder with --format timm, but {output} is a file")
         check_output("PATH", output / "model.safetensors")
         if features or img_size is not None:
             raise ValueError("--features and --img-size are for --format onnx and pt2")
@@ -66,7 +67,7 @@ def export(
         if output.suffix != f".{format}":
             raise ValueError(f"PATH must end in .{format} with --format {format}, got {output}")
     if checkpoint is None and model is None:
-        raise ValueError("export what? Give --checkpoint OUT/best, or --model for a fresh model")
+        raise ValueError("export what? Use --checkpoint OUT/best, or --model for a fresh model")
     if features and checkpoint is not None and read_metadata(checkpoint)["task"] != "detection":
         raise ValueError(
             "--features is for --model and detectors; other checkpoints are exported as they were trained"
@@ -82,10 +83,8 @@ def export(
         network, names, metadata = exported_part(subject, features)
         inputs = inputs_of(network, side)
         if img_size is not None and not isinstance(inputs, Pictures):
-            raise ValueError(
-                f"--img-size is for models of images; {checkpoint} is one of sequences"
-            )
-        report(f"exporting {subject.title} and checking it: minutes for the larger ones")
+            raise ValueError(f"--img-size is for image models; {checkpoint} is a sequence model")
+        report(f"exporting {subject.title} and checking it (takes minutes for large models)")
         try:
             if format == "onnx":
                 error = export_onnx(
@@ -104,7 +103,7 @@ def export(
     )
     if isinstance(inputs, Pictures) and inputs.fixed:
         console.print(
-            f"It takes images of {side} x {side} pixels alone: below {SMALLEST_FREE} sizes are fixed."
+            f"It only takes images of {side} x {side} pixels: sizes below {SMALLEST_FREE} are fixed."
         )
     return 0
 
@@ -113,11 +112,11 @@ main = command(export, __doc__)
 
 
 def export_timm(subject: Subject, folder: Path) -> int:
-    """Write the folder, check what timm makes of it, and say how to go on."""
+    """Write the folder, check the model that timm loads from it, and print how to use it."""
     metadata = subject.metadata
     if metadata["task"] != "classification":
         raise ValueError(
-            f"--checkpoint is of the task {metadata['task']!r}; --format timm is for classifiers"
+            f"--checkpoint is for the task {metadata['task']!r}; --format timm is for classifiers"
         )
     error = save_for_timm(subject.model, folder, metadata, scores_of(metadata))
     if error > TOLERANCE:
@@ -133,7 +132,7 @@ def export_timm(subject: Subject, folder: Path) -> int:
 
 
 def scores_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What the run that wrote a checkpoint says of it."""
+    """The scores of a checkpoint, recorded by the run that wrote it."""
     run = metadata.get("run", {})
     if run.get("best") is None:
         return {}
@@ -144,7 +143,7 @@ def scores_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exported_part(subject: Subject, features: bool) -> tuple[nn.Module, list[str], dict[str, Any]]:
-    """What is exported of a model, the names of what the file gives, and its metadata."""
+    """The part of a model to export, the names of its outputs, and its metadata."""
     model: Any = subject.model
     metadata = subject.metadata
     task = metadata["task"]

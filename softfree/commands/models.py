@@ -1,4 +1,4 @@
-"""List the backbones: parameters, multiply-adds, and the papers' figures beside them."""
+"""List the backbones: parameters, multiply-adds, and the papers' figures for comparison."""
 
 import fnmatch
 import functools
@@ -19,7 +19,7 @@ from softfree_cli import TEXTS, text_name
 
 
 class Published(NamedTuple):
-    """Figures of the papers: millions of parameters, GFLOPs at 224² (multiply-adds), top-1 in percent."""
+    """Figures from the papers: millions of parameters, GFLOPs at 224² (multiply-adds), top-1 in percent."""
 
     params: float | None = None
     gflops: float | None = None
@@ -51,7 +51,7 @@ PUBLISHED = {
     },
 }
 NOTES = """\
-GMACs: billions of multiply-adds for one image, the attention's matrix inverse included; papers call them \
+GMACs: billions of multiply-adds for one image, including the attention's matrix inverse; papers call them \
 FLOPs, and theirs seem to leave the inverse out.
 The papers' Tiny figures were measured on the released depths, soft_tiny_release here. Release rows: \
 parameters of the authors' code.
@@ -67,7 +67,7 @@ def models(
     img_size: int = 224,
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Print the family.
+    """Print the list of models.
 
     Args:
         pattern: only names that match, e.g. 'softfree_*' or '*_release'.
@@ -89,7 +89,7 @@ main = command(models, __doc__)
 
 
 def matching_names(pattern: str) -> list[str]:
-    """Names of our models that match a glob, small before large, variants together."""
+    """Names of our models that match a glob pattern, small before large, variants together."""
     ours = [name for name in timm.list_models() if is_ours(name)]
     names = [name for name in ours if fnmatch.fnmatchcase(name, pattern)]
     if not names:
@@ -107,7 +107,7 @@ def _order(name: str) -> tuple[bool, bool, int, int]:
 
 
 def describe(name: str, img_size: int) -> dict[str, object]:
-    """One row: counts of ours and the published figures, None where there are none."""
+    """One row: our counts and the published figures, None if there are none."""
     parameters, macs = counted().get((name, img_size)) or count(name, img_size)
     published = PUBLISHED.get(name, Published())
     return {
@@ -123,7 +123,7 @@ def describe(name: str, img_size: int) -> dict[str, object]:
 
 @functools.cache
 def counted() -> dict[tuple[str, int], tuple[int, int]]:
-    """Parameters and multiply-adds by name and image size, of what is kept; to count takes seconds."""
+    """Stored parameters and multiply-adds by name and image size, since counting takes seconds."""
     file = TEXTS / text_name(["models", "--json"])
     rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     return {(row["name"], row["img_size"]): (row["parameters"], row["macs"]) for row in rows}
@@ -131,7 +131,7 @@ def counted() -> dict[tuple[str, int], tuple[int, int]]:
 
 def count(name: str, img_size: int) -> tuple[int, int]:
     """Parameters and multiply-adds of a model."""
-    # SOFT and SOFT++ have the same parameters and the same products, so one count serves both.
+    # SOFT and SOFT++ have the same parameters and the same products, so one count is enough.
     return _count(name.replace("softpp_", "soft_"), img_size)
 
 
@@ -143,7 +143,7 @@ def _count(name: str, img_size: int) -> tuple[int, int]:
 
 
 def print_table(rows: Sequence[dict], img_size: int) -> None:
-    """The rows for people."""
+    """Print the rows as a table."""
     titles = ("params\n(M)", f"GMACs\nat {img_size}²", "paper\nparams (M)", "paper\nGFLOPs",
               "paper\ntop-1 (%)")  # fmt: skip
     table = make_table(["model", *titles])

@@ -1,7 +1,7 @@
-"""From arguments to a call: tyro parses, and help is laid out here, for terminals of 80 columns.
+"""Parsing of arguments with tyro; help is laid out here, for terminals of 80 columns.
 
-:func:`parse` prints the help of what is called. What it prints where nothing else is given is kept in
-``texts/`` beside this file, so that `softfree COMMAND --help` need not import torch; ``make texts`` writes it.
+:func:`parse` prints the help of a command. Help without further arguments is stored in ``texts/`` next to
+this file, so that `softfree COMMAND --help` does not import torch; ``make texts`` writes it.
 """
 
 import ast
@@ -20,16 +20,16 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 Result = TypeVar("Result")
-Option = tuple[str, str]  # as it is typed, and what it does
+Option = tuple[str, str]  # how it is typed, and what it does
 HELP = {"-h", "--help"}
 # Flags of a group of arguments have no prefix.
 FLAT = (tyro.conf.OmitArgPrefixes,)
-COLUMN = 22  # where the explanations begin
+COLUMN = 22  # where the explanations start
 MOST_COLUMNS = 80
 SHOW_HELP: Option = ("-h, --help", "this text")
 # Defaults that differ from machine to machine.
 BY_MACHINE = {"--workers": "the recipe's, or one for each core, at most 4"}
-# "" for what need not be given and has no value then.
+# Values that are not shown as defaults; "" is an empty tuple.
 NO_DEFAULT = {"", "None", "''", "False"}
 
 REGISTRY = ConstructorRegistry()
@@ -37,7 +37,7 @@ REGISTRY = ConstructorRegistry()
 
 @REGISTRY.primitive_rule
 def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """``int | None`` is typed as an INT, which need not be given."""
+    """``int | None`` is an optional INT."""
     given: Any = info.type
     kind: Any = next((kind for kind in (str, int, float, Path) if given == kind | None), None)
     if kind is None:
@@ -64,12 +64,13 @@ def parse(
     default: Any = None,
     options: Iterable[Option] = (),
 ) -> Result:
-    """``what(...)`` with the arguments in ``argv``; or print its help and leave, if they ask for it.
+    """Call ``what(...)`` with the arguments in ``argv``; with --help, print its help and exit.
 
     Args:
-        description: heads the help; otherwise the documentation of ``what`` without its arguments.
-        default: an instance of the dataclass ``what``, from which its defaults are.
-        options: more to be listed, which the caller has parsed.
+        description: the start of the help text; otherwise the documentation of ``what`` without its
+            arguments.
+        default: an instance of the dataclass ``what`` with the defaults to use.
+        options: further options to list, which the caller has already parsed.
     """
     known: dict[str, Any] = {} if default is None else {"default": default}
     if wants_help(argv):
@@ -101,14 +102,14 @@ def print_help(
 
 
 def print_subcommands(prog: str, subcommands: Mapping[str, Any], description: str) -> None:
-    """The help of a command that has others below it, each a function, a class or its summary."""
+    """Print the help of a command with subcommands, each given as a function, a class or its summary."""
     summaries = [what if isinstance(what, str) else _summary(what) for what in subcommands.values()]
     rows = [
         (name, " ".join(summary.partition("\n\n")[0].split()))
         for name, summary in zip(subcommands, summaries, strict=True)
     ]
     usage = f"{prog} COMMAND [options]"
-    ending = f"`{prog} COMMAND --help` lists the options of one."
+    ending = f"`{prog} COMMAND --help` lists the options of a command."
     print(layout(usage, description, [], [("commands", "", rows)]), "\n" + fill(ending), sep="\n")
 
 
@@ -118,7 +119,7 @@ def layout(
     arguments: Sequence[Option],
     groups: Iterable[tuple[str, str, Sequence[Option]]],
 ) -> str:
-    """A help text, no line of which is longer than the terminal, nor than 80 columns."""
+    """A help text whose lines are no longer than the terminal or 80 columns."""
     parts = [fill(f"usage: {usage}", "       "), paragraphs(description)]
     for title, about, rows in [("arguments", "", arguments), *groups]:
         if rows:
@@ -132,7 +133,7 @@ def columns() -> int:
 
 
 def fill(text: str, indent: str = "", first: str = "") -> str:
-    """``text`` in lines that break between words."""
+    """Wrap ``text`` into lines between words."""
     return textwrap.fill(
         text,
         columns(),
@@ -144,7 +145,7 @@ def fill(text: str, indent: str = "", first: str = "") -> str:
 
 
 def paragraphs(text: str) -> str:
-    """``text`` with its paragraphs filled anew; in a list of commands each has its own."""
+    """Wrap the paragraphs of ``text`` again; in a list of commands each is its own paragraph."""
     found = [re.split(r"\n(?=`)", paragraph) for paragraph in text.strip().split("\n\n")]
     return "\n\n".join("\n".join(fill(" ".join(p.split())) for p in parts) for parts in found)
 
@@ -153,15 +154,15 @@ def _row(name: str, text: str) -> str:
     indent = " " * COLUMN
     if len(name) <= COLUMN - 4:
         return fill(text, indent, f"  {name}".ljust(COLUMN))
-    # Commas alone separate the spellings of a flag.
+    # The spellings of a flag are separated by commas only.
     return f"{fill(name, '    ', '  ')}\n{fill(text, indent, indent)}"
 
 
 def _parameters(what: Any, default: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """Name, annotation, default and explanation of each parameter of a function, or field of a dataclass.
 
-    Explained are parameters in the docstring, below Args; fields each by the string that follows it. ``default`` is an
-    instance of the dataclass.
+    Parameters are explained in the docstring under Args, and each field by the string that follows it.
+    ``default`` is an instance of the dataclass.
     """
     hints = get_type_hints(what, include_extras=True)
     texts = _explained(what)
@@ -188,7 +189,10 @@ def _explained(what: Any) -> dict[str, str]:
 
 
 def _describe(name: str, annotation: Any, value: Any, text: str) -> Option | None:
-    """How an argument is typed, and what it does, with its default; None for one that can't be typed."""
+    """How an argument is typed, and what it does, with its default.
+
+    Returns None if it is not a command-line argument.
+    """
     marks = getattr(annotation, "__metadata__", ())
     kind = annotation.__origin__ if marks else annotation
     if tyro.conf.Suppress in marks:
@@ -214,7 +218,7 @@ def _describe(name: str, annotation: Any, value: Any, text: str) -> Option | Non
 
 
 def _metavar(kind: Any, repeated: bool = False) -> str:
-    """What stands for values of a type: INT, {one,other}, [PATH [PATH ...]]."""
+    """The placeholder for values of a type: INT, {one,other}, [PATH [PATH ...]]."""
     if isinstance(kind, type):
         return kind.__name__.upper()
     origin, given = get_origin(kind), get_args(kind)

@@ -19,9 +19,9 @@ def resolve(
     prog: str = "",
     description: str = "",
 ) -> Any:
-    """Settings of a task: a recipe or the file of --config, then the flags, which win.
+    """Settings of a task: a recipe or the file of --config, overridden by flags.
 
-    ``recipes`` stand in for the task's own, of a dataclass that has the same parts and more.
+    ``recipes`` replace the task's own; their dataclass has the same parts and more.
     """
     recipes = task.recipes if recipes is None else recipes
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -31,7 +31,9 @@ def resolve(
     if chosen.recipe and chosen.recipe not in recipes:
         raise ValueError(f"--recipe must be one of {', '.join(recipes)}, got {chosen.recipe!r}")
     if chosen.recipe and chosen.config:
-        raise ValueError("--recipe and --config can't be used together: the file has its recipe")
+        raise ValueError(
+            "--recipe and --config can't be used together: the file has its own recipe"
+        )
     helping, rest = wants_help(rest), [argument for argument in rest if argument not in HELP]
     given = dict(given_in(rest))
     if chosen.recipe:
@@ -51,11 +53,11 @@ def resolve(
             settings = override(settings, {"optim": dict(batch_size=batch_size)})
         settings = task.adapt(settings, given)
     if helping:
-        # Its defaults are those that a run with these arguments has.
+        # The help shows the defaults of a run with these arguments.
         options: list[Option] = [
             (
                 f"--recipe {{{','.join(recipes)}}}",
-                "what the defaults below are those of, fitted to the data and the length "
+                "set of defaults; those below are adjusted to the data and the length of the run "
                 f"(here: {'--config' if chosen.config else recipe})",
             ),
             ("--config FILE", "settings.json of an earlier run, instead of a recipe"),
@@ -65,13 +67,13 @@ def resolve(
 
 
 def with_hyphens(argument: str) -> str:
-    """A flag in the one spelling that the parsers share."""
+    """Normalize the spelling of a flag for all parsers."""
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
 
 def given_in(argv: Sequence[str]) -> Given:
-    """The arguments that flags name, each with what follows its flag: its first value, or nothing."""
+    """The arguments given as flags, each with what follows the flag: its first value, or nothing."""
     given = {}
     for argument, following in itertools.pairwise([*argv, ""]):
         if argument.startswith("--"):
@@ -81,11 +83,11 @@ def given_in(argv: Sequence[str]) -> Given:
 
 
 def share_out(batch: int) -> int:
-    """A recipe's batch shared out among the processes that torchrun started."""
+    """Divide a recipe's batch size among the processes that torchrun started."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if batch % processes:
         raise ValueError(
-            f"the recipe's batch of {batch} can't be shared out among {processes} processes; "
-            "give --batch-size, the batch of one process"
+            f"the recipe's batch size of {batch} can't be divided among {processes} processes; "
+            "set --batch-size, the batch size of one process"
         )
     return batch // processes

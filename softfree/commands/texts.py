@@ -1,6 +1,6 @@
-"""What commands print without importing torch, kept in ``texts/``: ``python -m softfree.commands.texts`` writes it.
+"""Texts that commands print without importing torch: ``python -m softfree.commands.texts`` writes ``texts/``.
 
-The help of every command and subcommand, and the list of models.
+They are the help of every command and subcommand, and the list of models.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from softfree_cli import COLUMNS, COMMANDS, TEXTS, text_name
 
 
 def kept() -> Iterator[tuple[str, ...]]:
-    """The arguments of which the text is kept."""
+    """The arguments whose output is stored."""
     yield from (("models",), ("models", "--json"))
     for command in COMMANDS:
         yield (command, "--help")
@@ -28,7 +28,7 @@ def load(command: str) -> Any:
 
 
 def printed(command: str, *rest: str) -> str:
-    """What ``softfree COMMAND REST`` prints, by the command itself."""
+    """What ``softfree COMMAND REST`` prints, obtained by running the command."""
     out = io.StringIO()
     with (
         mock.patch.dict(os.environ, COLUMNS=str(COLUMNS)),
@@ -40,7 +40,7 @@ def printed(command: str, *rest: str) -> str:
 
 
 def write() -> None:
-    """Write all texts anew, and remove those of what is no more."""
+    """Write all texts, and remove files that are no longer needed."""
     from softfree.commands.models import counted
 
     TEXTS.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
-r"""Agent attention: a few agents, pooled from the queries, collect the values and hand them out.
+r"""Agent attention: a few agents, pooled from the queries, collect the values and distribute them.
 
 .. math:: X = \sigma(Q A^T + B_q)\; \sigma(A K^T + B_k) V + conv(V), \qquad A = pool(Q)
 
-with :math:`\sigma` the softmax of the scores over :math:`\sqrt d`, and learned biases of place.
+with :math:`\sigma` the softmax of the scores divided by :math:`\sqrt d`, and learned position biases.
 
 Han et al., Agent Attention: On the Integration of Softmax and Linear Attention, ECCV 2024.
 """
@@ -28,18 +28,20 @@ COARSE = (7, 7)  # the grid of the coarse biases
 class AgentAttention(MultiHeadAttention):
     """Softmax attention through agents, linear in the tokens.
 
-    Both products are torch's fused attention, so no n x m matrix is kept.
+    Both products use torch's fused attention, so no n x m matrix is kept.
 
     Args:
         dim, num_heads, qkv_bias: as in :class:`softfree.layers.multihead.MultiHeadAttention`.
-        landmarks: how many agents, alone or as in :class:`softfree.SoftAttention`, whose sampler does not
-            matter here: agents are means. None: 49. An image has a square or nearly square grid of them.
-        agent_bias: biases of place, for images: of each agent over a 7 x 7 grid, over rows and over columns, all of
-            which are resized to other sizes. Prefix tokens (a class token) have none.
-        grid: (H, W) of the image that the biases of rows and columns are learned at; None: (56, 56).
-        value_conv: side of the depthwise convolution of V (its length, for sequences), one filter per channel;
-            0: none; None: 3. Prefix tokens have no part in it.
-        sequence: tokens are a sequence. Its agents are means of equal stretches of the real tokens, without biases.
+        landmarks: number of agents; None: 49. The forms of :class:`softfree.SoftAttention` are also accepted,
+            but the sampler is ignored: agents are always means. For an image they form a square or nearly
+            square grid.
+        agent_bias: position biases, for images: for each agent over a 7 x 7 grid, over rows and over columns.
+            All are resized to other image sizes. Prefix tokens (a class token) have none.
+        grid: (H, W) of the image that the biases of rows and columns are learned for; None: (56, 56).
+        value_conv: side of the depthwise convolution of V (its length, for sequences), one filter per
+            channel; 0: none; None: 3. Prefix tokens are excluded.
+        sequence: tokens are a sequence. The agents are means of equal stretches of the real tokens, without
+            biases.
 
     Example:
         >>> import torch
@@ -74,7 +76,7 @@ class AgentAttention(MultiHeadAttention):
         self.biased = agent_bias and not sequence
         if self.biased:
             rows, columns = DEFAULT_GRID if grid is None else grid  # type: ignore[misc]
-            agents = (2, num_heads, math.prod(self.agents))  # of the queries, of the keys
+            agents = (2, num_heads, math.prod(self.agents))  # 2: for queries and for keys
             self.coarse_bias = nn.Parameter(torch.empty(*agents, *COARSE))
             self.row_bias = nn.Parameter(torch.empty(*agents, rows, 1))
             self.column_bias = nn.Parameter(torch.empty(*agents, 1, columns))
@@ -90,7 +92,7 @@ class AgentAttention(MultiHeadAttention):
         return f"heads={self.num_heads}, agents={count}"
 
     def biases(self, tokens: int, size: Size) -> Tensor | None:
-        """Of the queries and of the keys, (2, heads, agents, tokens); 0 for prefix tokens."""
+        """The biases for queries and for keys, (2, heads, agents, tokens); 0 for prefix tokens."""
         if not self.biased:
             return None
         assert size is not None
@@ -112,7 +114,7 @@ class AgentAttention(MultiHeadAttention):
         prefix = q.shape[2] - size[0] * size[1]
         real = None if mask is None else mask[:, prefix:]
         agents, present = adaptive_pool(q[:, :, prefix:], real, size, self.agents)
-        # A sample whose prefix alone is real has agents all the same.
+        # A sample whose only real tokens are prefix tokens still has agents.
         return agents, None if present is None else present | ~present.any(1, keepdim=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, size: Size, mask: Tensor | None) -> Tensor:
@@ -131,7 +133,7 @@ class AgentAttention(MultiHeadAttention):
 
 
 def _masked(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """A bias (heads, queries, keys) and a mask (batch, keys) as one that torch's attention takes."""
+    """Combine a bias (heads, queries, keys) and a mask (batch, keys) into one mask for torch's attention."""
     if mask is None:
         return bias
     mask = mask[:, None, None, :]

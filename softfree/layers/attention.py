@@ -3,9 +3,9 @@
 x        (batch, tokens, channels)
 size     (H, W) of the image behind the tokens, (T, H, W) of a volume, None for sequences
 mask     (batch, keys) bool, True for the tokens that may be attended to
-context  (batch, keys, channels), attend to these instead of ``x``; ``size`` and ``mask`` are then theirs
+context  (batch, keys, channels), attended to instead of ``x``; ``size`` and ``mask`` then describe these
 
-An image may have tokens before its H * W: whatever exceeds them is a prefix (a class token).
+An image may have more than H * W tokens: those before the image are prefix tokens (such as a class token).
 """
 
 import contextlib
@@ -50,10 +50,10 @@ KERNELS = ("auto", "triton")  # backends
 
 
 class SoftHeads(nn.Module):
-    """Softmax-free attention of heads that are projected already; the base of layers that project them.
+    """Softmax-free attention of already projected heads; the base class of layers that project them.
 
-    A subclass makes its projections to queries and values, then calls :meth:`create_sampler`. The settings are those
-    of :class:`SoftAttention`.
+    A subclass creates its projections to queries and values, then calls :meth:`create_sampler`. The settings
+    are those of :class:`SoftAttention`.
     """
 
     sampler: nn.Module
@@ -104,19 +104,19 @@ class SoftHeads(nn.Module):
     def create_sampler(
         self, landmarks: Landmarks, stride: int, value_conv: int, strict: bool = True
     ) -> None:
-        """What makes landmarks, and the convolution of the values."""
+        """Create the landmark sampler and the convolution of the values."""
         kind = dict(sequence=self.sequence, volume=self.volume)
         self.sampler = create_sampler(landmarks, self.head_dim, stride, strict=strict, **kind)
         self.value_conv = create_value_conv(self.num_heads, value_conv, **kind)
 
     def reset_bandwidth(self) -> None:
-        """Learned bandwidths as they begin."""
+        """Set learned bandwidths to their start value."""
         if self.log_bandwidth is not None:
             nn.init.constant_(self.log_bandwidth, math.log(self.bandwidth))
 
     @property
     def inverse_settings(self) -> InverseSettings:
-        """Of the operator's inverse, as one record."""
+        """The settings of the operator's inverse, as one record."""
         return InverseSettings(self.inverse, self.iterations, self.start, self.ridge, self.order)
 
     def extra_repr(self) -> str:
@@ -140,10 +140,10 @@ class SoftHeads(nn.Module):
         size: AnySize = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Projected heads to what they attend to.
+        """Apply the attention to projected heads.
 
         Args:
-            q: (batch, heads, n_q, d); None: the keys are the queries, and the values are convolved, too.
+            q: (batch, heads, n_q, d); None: the keys are the queries, and the values are also convolved.
             k, v: (batch, heads, n, d), with ``size`` and ``mask`` (batch, n).
 
         Returns:
@@ -160,7 +160,8 @@ class SoftHeads(nn.Module):
             key_mask=mask,
             landmark_mask=landmark_mask,
             normalize=self.normalize,
-            # The matrix itself, the attention to a unit vector a token, is wider than kernels take.
+            # To get the attention matrix itself, values are unit vectors, one per token: too wide for the
+            # kernels.
             backend=self.backend if v.shape[3] == self.head_dim else "torch",
             inverse=self.inverse,
             iterations=self.iterations,
@@ -183,22 +184,22 @@ class SoftHeads(nn.Module):
     def keys_and_landmarks(
         self, q: Tensor, size: AnySize = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Sampled]:
-        """What the kernel compares, from the projected (batch, heads, n, d): keys, and landmarks with their mask."""
+        """Keys as the kernel takes them, and landmarks with their mask, from (batch, heads, n, d)."""
         keys = self._compared(q)
         landmarks, landmark_mask = self.sampler(keys, size, mask)
         if self.landmark_norm:
             landmarks = self._compared(landmarks)
-        elif isinstance(self.sampler, ConvLandmarks):  # whose own norm has undone the width
+        elif isinstance(self.sampler, ConvLandmarks):  # its norm has undone the bandwidth
             landmarks = _scaled(landmarks, self._scale(q.device))
         return keys, (landmarks, landmark_mask)
 
     def _compared(self, q: Tensor) -> Tensor:
-        """Projected queries as the kernel takes them: normed, and divided by the bandwidth."""
+        """Projected queries as the kernel takes them: normed if so set, and divided by the bandwidth."""
         scale = self._scale(q.device)
         return normed(q, scale) if self.query_norm else _scaled(q, scale)
 
     def _scale(self, device: torch.device) -> Tensor | None:
-        """1 over each head's bandwidth, (heads,), at least float32; None where it is 1."""
+        """1 over each head's bandwidth, (heads,), in at least float32; None if it is 1."""
         if self.log_bandwidth is not None:
             return (-self.log_bandwidth.to(compute_dtype(self.log_bandwidth.dtype))).exp()
         if self.bandwidth == 1:
@@ -212,45 +213,47 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 class SoftAttention(SoftHeads):
-    r"""Softmax-free attention of images or sequences (SOFT++, or SOFT with ``normalize=False``).
+    r"""Softmax-free attention for images, sequences or volumes (SOFT++, or SOFT with ``normalize=False``).
 
     Queries double as keys, :math:`W_q = W_k`; per head :math:`X = \kappa(Q, L) Y' (\kappa(L, Q) V)` with
     landmarks L sampled from Q (see :func:`softfree.soft_attention`), plus a depthwise convolution of V.
 
-    X is a sum over n tokens. Where the windows of ``stride`` are more than a largest count of landmarks, n
-    grows and the landmarks, which normalise the sum, do not. X is then multiplied by landmarks over windows,
-    so that an enlarged image has the output of the image itself.
+    X is a sum over n tokens, normalised by the landmarks. If there are more windows than the largest count of
+    landmarks, n grows with the image but the landmarks do not. X is then multiplied by landmarks over
+    windows, so that an enlarged image has the same output as the original.
 
-    There is no causal mask: every token attends through the landmarks, and these are made of all tokens.
+    There is no causal mask: every token attends through the landmarks, and these are made from all tokens.
 
     Args:
         dim: channels; a multiple of ``num_heads``.
         num_heads: heads.
-        landmarks: sampler and count: ``"conv"``, ``"average"``, ``"random"``, ``"first"`` or ``"spread"``, alone (their
-            number grows with the input: one per ``stride`` x ``stride`` window) or with the largest
-            count, ``"conv:49"``, which makes the cost linear in the tokens at any size.
+        landmarks: sampler and count. The sampler is ``"conv"``, ``"average"``, ``"random"``, ``"first"`` or
+            ``"spread"``. With a largest count, such as ``"conv:49"``, the cost is linear in the tokens at any
+            size. Without one, ``"conv"`` and ``"average"`` give one landmark per ``stride`` x ``stride``
+            window, so their number grows with the input; the others give 49.
         stride: side of the window behind one landmark (its length, for sequences).
         value_conv: side of the depthwise convolution of V over the image (one filter per head); 0: none.
-            Cross-attention leaves it out, since there the values lie at other places than the queries.
+            Cross-attention leaves it out, because its values have other positions than the queries.
         sequence: tokens are a sequence (``size=None``); ``value_conv`` then runs along it.
         volume: tokens are a video or a volume (``size=(T, H, W)``): windows and convolutions are cubes.
         normalize: SOFT++ (True) or SOFT (False).
         inverse, iterations, start, ridge, order, backend: see :func:`softfree.soft_attention`.
-        query_norm: a norm of each head's queries over its channels, before landmarks are sampled from them. Tokens
-            then start, and stay, at distances that the kernel tells apart.
-        bandwidth: width of the kernel, by which queries and landmarks are divided: a number, or ``"learned"``,
-            one per head that starts at 1 (``"learned:1.4"``: at 1.4).
-        landmark_norm: the same norm of the landmarks. Means of normed queries lie inside their sphere, near each
-            other where windows are mixed; it moves them back onto it.
-        context_dim: channels of the ``context``, which has to be given then; queries have a projection of their own.
-        dropout: of what heads attend to, before the projection at the end: there is no matrix of weights
-            whose entries could be dropped.
-        qv_bias: biases of the projections to queries and values.
-        query_gain: what the initial weights of the queries are multiplied by: with more than 1, tokens start
-            further apart.
-        output_gain: the same for those of the projection at the end.
-        landmark_gain: the same for those of the norm of convolution landmarks. With 1, as in the authors' code,
-            landmarks start far from all tokens, and the attention at next to 0; with 0.25, among them.
+        query_norm: norm each head's queries over its channels before landmarks are sampled from them.
+            Distances between tokens then start, and stay, in a range that the kernel can resolve.
+        bandwidth: width of the kernel; queries and landmarks are divided by it. A number, or ``"learned"``
+            for one per head that starts at 1 (``"learned:1.4"``: at 1.4).
+        landmark_norm: norm the landmarks in the same way. Means of normed queries lie inside the queries'
+            sphere, close to each other if windows are mixed; the norm moves them back onto the sphere.
+        context_dim: channels of the ``context``. If set, a context is required, and queries have their own
+            projection.
+        dropout: dropout of the heads' outputs, before the last projection; there is no weight matrix whose
+            entries could be dropped.
+        qv_bias: whether the projections to queries and values have biases.
+        query_gain: factor of the initial query weights; above 1, tokens start further apart.
+        output_gain: factor of the initial weights of the last projection.
+        landmark_gain: initial weight of the norm of convolution landmarks. With 1, as in the authors' code,
+            landmarks start far from all tokens and the attention starts close to 0; with 0.25 they start
+            among the tokens.
         strict_landmarks: "random", "first" and "spread" raise when there are fewer tokens than landmarks.
 
     Example:
@@ -329,9 +332,9 @@ class SoftAttention(SoftHeads):
 
     @torch.no_grad()
     def apply_gains(self) -> None:
-        """Multiply weights that were just drawn by the gains; a model that draws them anew calls it after that.
+        """Multiply newly initialised weights by the gains, and reset learned bandwidths.
 
-        Learned bandwidths begin here, too.
+        A model that initialises the weights again must call this again.
         """
         self.qv.weight[: self.proj.in_features].mul_(self.query_gain)
         if self.q is not None:
@@ -369,7 +372,10 @@ class SoftAttention(SoftHeads):
         return self.proj(out)
 
     def operands(self, x: Tensor, size: AnySize) -> "Operands | None":
-        """For :meth:`attend_at_once`; None: the layer is computed in its parts. Raises if the tokens can't be meant."""
+        """The operands of :meth:`attend_at_once`; None if the layer has to be computed in parts.
+
+        Raises if the shape of the tokens or the size is invalid.
+        """
         channels = self.num_heads * self.head_dim
         check_image(x.shape, size, channels, self.sequence, self.volume)
         if size is None or self._modules.get("q") is not None or not self._is_one_operator(x):
@@ -377,7 +383,10 @@ class SoftAttention(SoftHeads):
         return self._operands(x, (size[0], size[1]))
 
     def attend_at_once(self, x: Tensor, operands: "Operands", unseen: bool = False) -> Tensor:
-        """The layer as one operator; ``unseen``: see :func:`softfree.ops.shared.registration.unseen`."""
+        """Compute the layer as one operator.
+
+        For ``unseen`` see :func:`softfree.ops.shared.registration.unseen`.
+        """
         return image_attention.image_attention(
             x,
             *operands,
@@ -388,10 +397,10 @@ class SoftAttention(SoftHeads):
         )
 
     def _is_one_operator(self, x: Tensor) -> bool:
-        """Whether the layer is :func:`softfree.ops.image_attention.image_attention`."""
+        """Whether :func:`softfree.ops.image_attention.image_attention` can compute the layer."""
         if self.volume or (self.dropout and self.training) or self.backend not in KERNELS:
             return False
-        parts = self._modules  # as attributes they would be looked for in three places each
+        parts = self._modules  # attribute access would search three places for each
         qv: Any = parts["qv"]
         conv: Any = parts.get("value_conv")
         sampler: Any = parts["sampler"]
@@ -405,7 +414,7 @@ class SoftAttention(SoftHeads):
         filters: Tensor | None = None if conv is None else parameter(conv, "weight")
         if not image_attention.fits(x, self.num_heads, filters):
             return False
-        # It computes every gradient; those of frozen weights would be for nothing.
+        # The operator computes every gradient, which is wasted on frozen weights.
         return not torch.is_grad_enabled() or (
             qv.weight.requires_grad
             and (filters is None or filters.requires_grad)
@@ -413,7 +422,7 @@ class SoftAttention(SoftHeads):
         )
 
     def _samples_in_operator(self, sampler: Any) -> bool:
-        """Whether landmarks by convolution are the papers', of queries as they are."""
+        """Whether convolution landmarks are as in the papers, from queries that are not scaled."""
         return (
             self.bandwidth == 1
             and parameter(self, "log_bandwidth") is None
@@ -422,7 +431,7 @@ class SoftAttention(SoftHeads):
         )
 
     def _operands(self, x: Tensor, size: tuple[int, int]) -> "Operands":
-        """Of a layer that is one operator."""
+        """The operands of a layer that one operator can compute."""
         parts: Any = self._modules
         sampler, conv = parts["sampler"], parts.get("value_conv")
         grid, window, pooling = sampler.windows_and_pooling(x, size)
@@ -447,7 +456,7 @@ class SoftAttention(SoftHeads):
 
 
 class Operands(NamedTuple):
-    """What a layer gives :func:`softfree.ops.image_attention.image_attention` beside its settings."""
+    """What a layer passes to :func:`softfree.ops.image_attention.image_attention` besides its settings."""
 
     weights: image_attention.Weights
     pooling: Tensor | None
@@ -459,15 +468,15 @@ class Operands(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _log_bandwidths(num_heads: int, bandwidth: float, device: torch.device) -> Tensor:
-    """A bandwidth that is not learned, as one that is: the log of it for each head, float32."""
-    with torch.inference_mode(False):  # what is kept here may serve in training later
+    """A fixed bandwidth in the form of a learned one: its logarithm for each head, float32."""
+    with torch.inference_mode(False):  # the cached tensor may be used in training later
         return torch.full((num_heads,), math.log(bandwidth), device=device)
 
 
 class ValueConv(nn.Module):
-    """Depthwise convolution of the values over the image, one filter per head, shared by its channels.
+    """Depthwise convolution of the values over the image, with one filter per head, shared by its channels.
 
-    Prefix tokens (a class token) pass unchanged; masked tokens count as 0.
+    Prefix tokens (a class token) pass unchanged. Masked tokens count as 0.
     """
 
     def __init__(
@@ -487,7 +496,7 @@ class ValueConv(nn.Module):
     def forward(
         self, v: Tensor, size: AnySize, mask: Tensor | None = None, base: Tensor | None = None
     ) -> Tensor:
-        """(batch, tokens, channels) to the same shape, added to ``base`` of that shape if it is given."""
+        """(batch, tokens, channels) to the same shape, added to ``base`` if given."""
         if mask is not None:
             v = torch.where(mask[..., None], v, 0)
         if size is None:
@@ -506,7 +515,7 @@ class ValueConv(nn.Module):
 
 
 def parse_bandwidth(bandwidth: float | str) -> tuple[float, bool]:
-    """The width of a kernel, at least at the start, and whether it is learned.
+    """The (initial) width of the kernel, and whether it is learned.
 
     Example:
         >>> parse_bandwidth(0.5), parse_bandwidth("learned"), parse_bandwidth("learned:1.4")
@@ -536,7 +545,7 @@ def create_value_conv(
 
 
 class SoftmaxAttention(MultiHeadAttention):
-    """Softmax attention through torch's fused kernel, for comparison; arguments as in its base."""
+    """Softmax attention through torch's fused kernel, for comparison; arguments as in the base class."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, size: Size, mask: Tensor | None) -> Tensor:
         key_mask = None if mask is None else mask[:, None, None, :]

@@ -25,19 +25,22 @@ from softfree.ops.shared.registration import unseen
 
 
 class TanhMlp(Mlp):
-    """timm's MLP with the tanh form of GELU, trained on a GPU in less memory and fewer passes over it."""
+    """timm's MLP with the tanh form of GELU. On a GPU it trains with less memory and fewer passes over it."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.weights()
         return super().forward(x) if weights is None else mlp(x, *weights)
 
     def at_once(self, x: Tensor, size: Any, weights: Any) -> Tensor:
-        """The result with :meth:`weights`, of a call that nobody sees (:func:`unseen`)."""
+        """The result with :meth:`weights`, for a call that nothing observes (:func:`unseen`)."""
         return mlp(x, *weights, unseen=True)
 
     def weights(self) -> tuple[Tensor, ...] | None:
-        """Weight and bias of both layers, if it is :func:`softfree.ops.mlp.mlp` of them."""
-        parts: Any = self._modules  # as attributes they would be looked for in three places each
+        """Weight and bias of both layers.
+
+        None if the module does not compute :func:`softfree.ops.mlp.mlp` of them.
+        """
+        parts: Any = self._modules  # attribute access would search three places for each
         fc1, act, fc2 = parts["fc1"], parts["act"], parts["fc2"]
         first, second = parts["drop1"], parts["drop2"]
         if (
@@ -64,9 +67,9 @@ class ConvMlp(TanhMlp):
     """An MLP whose hidden tokens see their neighbours: a depthwise convolution over the grid before GELU.
 
     Args:
-        in_features, hidden_features: channels of the tokens and of the hidden ones.
+        in_features, hidden_features: channels of the tokens and of the hidden tokens.
         kernel: side of the convolution, odd.
-        dims: of the grid: 1 for a sequence, 2 for an image, 3 for a volume.
+        dims: dimensions of the grid: 1 for a sequence, 2 for an image, 3 for a volume.
         act_layer, drop: as in timm's MLP.
 
     Example:
@@ -87,7 +90,10 @@ class ConvMlp(TanhMlp):
         )
 
     def forward(self, x: Tensor, size: AnySize = None, mask: Tensor | None = None) -> Tensor:
-        """(batch, tokens, channels) to the same shape; ``size`` as the attention's, masked tokens count as 0."""
+        """(batch, tokens, channels) to the same shape; ``size`` is as for the attention.
+
+        Masked tokens count as 0.
+        """
         weights = self.weights() if mask is None else None
         if weights is not None:
             return self.at_once(x, size, weights, unseen=False)
@@ -102,7 +108,10 @@ class ConvMlp(TanhMlp):
         return conv_mlp(x, Weights(*weights), size, unseen=unseen)
 
     def weights(self) -> tuple[Tensor, ...] | None:
-        """Weight and bias of all three layers, if it is :func:`softfree.ops.conv_mlp.conv_mlp` of them."""
+        """Weight and bias of all three layers.
+
+        None if the module does not compute :func:`softfree.ops.conv_mlp.conv_mlp` of them.
+        """
         layers, conv = super().weights(), self._modules["conv"]
         if layers is None or conv is None or not is_plain(conv, nn.Conv2d):
             return None
@@ -118,16 +127,17 @@ class Block(nn.Module):
 
     Args:
         dim: channels.
-        attention: called as ``attention(x, size, mask)``, with the context after them where there is one.
+        attention: called as ``attention(x, size, mask)``, followed by the context if there is one.
         mlp_dim: hidden channels of the MLP; None: four times ``dim``.
         mlp_conv: side of a depthwise convolution of the MLP's hidden tokens; 0: none.
-        dims: of the tokens' grid, for ``mlp_conv``: 1 for a sequence, 2 for an image, 3 for a volume.
+        dims: dimensions of the tokens' grid, for ``mlp_conv``: 1 for a sequence, 2 for an image, 3 for a
+            volume.
         drop_path: probability that a sample skips a branch in training (stochastic depth).
-        attn_drop: dropout of what the attention adds.
+        attn_drop: dropout of the attention's output.
         proj_drop: dropout in the MLP.
         pre_norm: norm before the branch instead of after the sum.
-        norm_eps: of both LayerNorms.
-        exact_gelu: GELU by the error function; otherwise its tanh form.
+        norm_eps: eps of both LayerNorms.
+        exact_gelu: exact GELU, with the error function; otherwise its tanh form.
     """
 
     def __init__(
@@ -165,24 +175,28 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
-        """(batch, tokens, dim) to the same shape; ``size`` and ``mask`` are the context's where there is one."""
-        # Positional, as hooks on the attention expect, and without a word on contexts to those that know none.
+        """(batch, tokens, dim) to the same shape.
+
+        With a context, ``size`` and ``mask`` describe the context.
+        """
+        # Positional, as hooks on the attention expect. Without a context the argument is left out, because
+        # some attentions do not take one.
         where = (size, mask) if context is None else (size, mask, context)
-        parts: Any = self._modules  # as attributes they would be looked for in three places each
+        parts: Any = self._modules  # attribute access would search three places for each
         attn, norm1, mlp_part, norm2 = parts["attn"], parts["norm1"], parts["mlp"], parts["norm2"]
         drop, path = parts["attn_drop"], parts["drop_path"]
         if mask is context is None and not self.pre_norm:
             out = _evaluate(x, size, attn, norm1, mlp_part, norm2, drop, path)
             if out is not None:
                 return out
-        # What does nothing is not called, which would cost as much as a launch.
+        # Modules that do nothing are not called, because a call costs as much as a kernel launch.
         drop = None if does_nothing(drop) else drop
         path = None if does_nothing(path) else path
         branch = attn(norm1(x) if self.pre_norm else x, *where)
         branch = branch if drop is None else drop(branch)
         branch = branch if path is None else path(branch)
         x = x + branch if self.pre_norm else _add_and_norm(x, branch, norm1)
-        # An MLP that knows no grid is called without one.
+        # Only a ConvMlp takes the grid.
         grid = (size, mask) if isinstance(mlp_part, ConvMlp) else ()
         branch = mlp_part(norm2(x) if self.pre_norm else x, *grid)
         branch = branch if path is None else path(branch)
@@ -193,9 +207,9 @@ def _evaluate(
     x: Tensor, size: AnySize, attn: Any, norm1: Any, mlp_part: Any, norm2: Any,
     drop: Any, path: Any,
 ) -> Tensor | None:  # fmt: skip
-    """A post-norm block without a gradient, its questions asked once; None if it has to be taken in its parts.
+    """A post-norm block without a gradient, with all checks made once; None if it must run module by module.
 
-    Of one picture, to ask and to call module by module takes longer than the kernels.
+    For a single picture, checking and calling each module takes longer than the kernels.
     """
     if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return None
@@ -222,7 +236,11 @@ def _evaluate(
 
 
 def _add_and_norm(x: Tensor, branch: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """Tokens that came in half precision stay so, though autocast's norm is in float32: as pre-norm leaves them."""
+    """``norm(x + branch)`` in the dtype of ``x``.
+
+    Half-precision tokens stay in half precision, as with pre-norm, although autocast computes the norm in
+    float32.
+    """
     if is_plain(norm, nn.LayerNorm):
         return add_norm(x, branch, *weight_and_bias(norm), norm.eps)
     return norm(x + branch).to(x.dtype)
@@ -239,7 +257,7 @@ class SoftBlock(Block):
     Args:
         dim, num_heads: as in :class:`SoftAttention`.
         mlp_ratio: hidden channels of the MLP over ``dim``.
-        options: keywords of :class:`Block`; all others are the attention's.
+        options: keywords of :class:`Block`; all others are passed to the attention.
 
     Example:
         >>> import torch, softfree

@@ -1,4 +1,4 @@
-"""What turns pixels into tokens: convolutional stem, downsampling, learned positions."""
+"""From pixels to tokens: convolutional stem, downsampling, learned positions."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from softfree.ops.shared.shapes import certain
 def stem(in_chans: int, dim: int, *, overlap: bool = True) -> nn.Sequential:
     """Image (batch, in_chans, H, W) to a map at a quarter of the size, (batch, dim, H/4, W/4).
 
-    Three 3x3 conv-BN-ReLU of strides 2, 1, 2; without ``overlap`` one 4x4 of stride 4. Sizes that do not
-    divide are rounded up.
+    Three 3x3 conv-BN-ReLU with strides 2, 1, 2; without ``overlap``, one 4x4 with stride 4. Sizes that are
+    not divisible by 4 are rounded up.
     """
     if not overlap:
         return nn.Sequential(_NonOverlapping(in_chans, dim, 4))
@@ -27,7 +27,7 @@ def stem(in_chans: int, dim: int, *, overlap: bool = True) -> nn.Sequential:
 
 
 def downsample(in_dim: int, dim: int, *, overlap: bool = True) -> nn.Module:
-    """One conv-BN-ReLU of stride 2, 3x3 or (without ``overlap``) 2x2."""
+    """One conv-BN-ReLU with stride 2, 3x3 or (without ``overlap``) 2x2."""
     return _conv_bn_relu(in_dim, dim, 2) if overlap else _NonOverlapping(in_dim, dim, 2)
 
 
@@ -36,7 +36,10 @@ def _conv_bn_relu(in_dim: int, dim: int, stride: int) -> ConvNormAct:
 
 
 class _ConvBnRelu(ConvNormAct):
-    """timm's, whose five modules are not called one by one in evaluation, at a launch's cost each."""
+    """timm's ``ConvNormAct``, except that evaluation does not call its modules one by one.
+
+    Each of those calls would cost as much as a kernel launch.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         conv: Any = self._modules["conv"]
@@ -68,18 +71,18 @@ class _NonOverlapping(_ConvBnRelu):
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
         if not (certain(height % self.stride == 0) and certain(width % self.stride == 0)):
-            # Enough for any size: windows that begin in it are left out.
+            # Enough for any size: windows that start in the padding are left out.
             x = F.pad(x, (0, self.stride - 1, 0, self.stride - 1))
         return super().forward(x)
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions of a grid, bilinearly resized to the grid at hand, and of prefix tokens.
+    """Learned position embeddings of a grid, resized bilinearly to the input's grid, and of prefix tokens.
 
     Args:
-        grid: (H, W) at which they are learned.
+        grid: (H, W) that they are learned for.
         dim: channels.
-        prefix: tokens before the grid, with positions of their own.
+        prefix: number of tokens before the grid, which have their own positions.
     """
 
     def __init__(self, grid: tuple[int, int], dim: int, prefix: int = 0):
@@ -106,26 +109,26 @@ class PositionEmbedding(nn.Module):
 def resize_positions(
     weight: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0
 ) -> Tensor:
-    """Positions (1, prefix + H * W, dim) of ``grid`` as positions of ``size``."""
+    """Resize positions (1, prefix + H * W, dim) from ``grid`` to ``size``."""
     image = resize(weight[:, prefix:].unflatten(1, grid).permute(0, 3, 1, 2), size)
     image = image.permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat([weight[:, :prefix], image], 1) if prefix else image
 
 
 def must_resize(grid: tuple[int, ...], size: tuple[int, int]) -> bool:
-    """Whether what was learned at ``grid`` has to be resized to ``size``."""
-    # A traced program must do it at every size, also if the example has the learned one; one of symbolic sizes
-    # would be fixed to what it is told of them.
+    """Whether parameters learned for ``grid`` have to be resized to ``size``."""
+    # A traced program must always resize, even if the example has the learned size. Comparing symbolic sizes
+    # would specialize the program to the outcome.
     if exporting() or torch.jit.is_tracing():
         return True
-    for a, b in zip(size, grid, strict=True):  # noqa: SIM110  (a generator would be called for each)
+    for a, b in zip(size, grid, strict=True):  # noqa: SIM110  (a generator would cost a call per item)
         if not certain(a == b):
             return True
     return False
 
 
 def resize(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Maps (batch, channels, H, W) bilinearly at another size, computed in float32 at least."""
+    """Resize maps (batch, channels, H, W) bilinearly, in at least float32."""
     wide = image.to(torch.promote_types(image.dtype, torch.float32))
     wide = F.interpolate(wide, size=tuple(size), mode="bilinear", align_corners=False)
     return wide.to(image.dtype)

@@ -1,4 +1,4 @@
-"""Every attention by its name: ``create_attention("performer", dim, num_heads)``."""
+"""Create any attention by name: ``create_attention("performer", dim, num_heads)``."""
 
 import inspect
 import numbers
@@ -29,7 +29,8 @@ CLASSES: dict[str, Callable[..., nn.Module]] = {
     "flatten": FocusedLinearAttention,
 }
 ATTENTIONS = tuple(CLASSES)
-# What tells SOFT from SOFT++, as in the authors' code; and our own, whose queries are normed.
+# The settings that distinguish SOFT from SOFT++, as in the authors' code, and those of our own, with normed
+# queries.
 SETTINGS: dict[str, dict[str, Any]] = {
     "softfree": dict(
         query_norm=True, bandwidth="learned", landmarks="average:128", inverse="solve"
@@ -37,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "soft": dict(normalize=False, start="scaled", ridge=0.01),
     "softpp": dict(normalize=True, start="halving", ridge=0.0),
 }
-# What a model says itself, not its user.
+# Options that a model sets itself, not its user.
 GIVEN = {"context_dim", "grid", "sequence", "volume"}
 NUMBERS: dict[Any, tuple[type, str]] = {
     int: (numbers.Integral, "a whole number"),
@@ -49,14 +50,14 @@ NUMBERS: dict[Any, tuple[type, str]] = {
 def create_attention(
     name: str, dim: int, num_heads: int = 8, *, sequence: bool = False, **options: Any
 ) -> nn.Module:
-    """The attention that ``name`` stands for, called as ``layer(x, size, mask)``.
+    """Create the attention called ``name``, which is called as ``layer(x, size, mask)``.
 
-    Options are those of all the classes together. An attention takes its own and leaves the others, so
-    one set of options serves every name; one that is None is as if it were not given.
+    The options of all classes are accepted. An attention uses its own and ignores the others, so one set of
+    options works for every name. An option that is None counts as not given.
 
     Args:
         name: ``"softfree"``, ``"soft"``, ``"softpp"``, ``"softmax"``, ``"linformer"``, ``"performer"``,
-            ``"nystromformer"``, ``"agent"``, ``"flatten"``, or for sequences ``"reformer"``.
+            ``"nystromformer"``, ``"agent"``, ``"flatten"``, or, for sequences only, ``"reformer"``.
         dim: channels; a multiple of ``num_heads``.
         num_heads: heads.
         sequence: tokens are a sequence, not an image.
@@ -76,7 +77,7 @@ def create_attention(
     given = {key: value for key, value in options.items() if value is not None}
     settings = dict(SETTINGS.get(name, {}))
     if given.get("inverse", settings.get("inverse", "newton")) != "newton":
-        for key in settings.keys() & {"start", "ridge"}:  # the authors' are Newton's
+        for key in settings.keys() & {"start", "ridge"}:  # the authors' are for Newton's steps
             del settings[key]
     chosen = {**settings, "sequence": sequence, **given}
     taken = {key: value for key, value in chosen.items() if key in own}
@@ -95,16 +96,16 @@ def check_attention(name: str) -> None:
 def check_options(
     name: str, options: Mapping[str, Any], model: type[nn.Module] | None = None
 ) -> None:
-    """Raise if the attention ``name`` has no option of one of these names.
+    """Raise if the attention ``name`` lacks one of these options.
 
-    The error of a model whose keywords these are, beside its own, names those too.
+    If they are keywords of a ``model``, which also has its own, the error lists the model's as well.
     """
     check_attention(name)
     known, what = option_names(name) - GIVEN, f"attention {name!r}"
     if model is not None:
         parameters = inspect.signature(model).parameters.values()
         known |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-        # One value for all stages would silently win over those given for each.
+        # One value for all stages would silently override those given per stage.
         known -= {name for name in known if f"{name}s" in known}
         what = f"{model.__name__} with {what}"
     _check_known(what, options, known)
@@ -117,7 +118,9 @@ def option_names(name: str) -> set[str]:
 
 
 def attention_name(model: nn.Module) -> str | None:
-    """What the attention of a model is called: the first that is not softmax, as pyramids may end in it; None without.
+    """The name of a model's attention; None if it has none.
+
+    It is the first one that is not softmax, because pyramids may end in softmax attention.
 
     Example:
         >>> attention_name(create_attention("softpp", 64)), attention_name(nn.Linear(2, 2))
@@ -136,10 +139,11 @@ def _name_of(module: nn.Module) -> str | None:
 
 
 def default_mlp_ratio(name: str) -> float:
-    """Hidden channels over channels of a block's MLP, such that blocks of all attentions are equally large.
+    """The ratio of hidden channels to channels in a block's MLP.
 
-    SOFT's queries are its keys. Attentions with a projection more, of dim² parameters, save them in the
-    MLP, where they are half a unit of the ratio: 3.5 instead of 4.
+    It is chosen so that blocks with different attentions have equally many parameters. SOFT and Reformer use
+    their queries as keys. The other attentions have one more projection with dim² parameters. To compensate,
+    their MLP ratio is 3.5 instead of 4, because half a unit of the ratio is dim² parameters.
     """
     return 4.0 if CLASSES[name] in (SoftAttention, ReformerAttention) else 3.5
 
@@ -155,7 +159,7 @@ def _check_known(what: str, options: Mapping[str, Any], known: set[str]) -> None
 
 
 def _check_kinds(attention: Any, options: dict[str, Any]) -> None:
-    """Raise where an option is to be a number and is none."""
+    """Raise if an option has to be a number and is not."""
     hints = typing.get_type_hints(attention.__init__)
     for key, value in options.items():
         kind, words = NUMBERS.get(hints[key], (object, ""))

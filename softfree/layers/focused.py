@@ -1,10 +1,11 @@
-r"""Focused linear attention (FLatten): linear attention whose features point at few channels.
+r"""Focused linear attention (FLatten): linear attention whose features concentrate on a few channels.
 
 .. math:: X = \frac{\phi(Q)\, (\phi(K)^T V)}{\phi(Q)\, (\phi(K)^T 1)} + conv(V), \qquad
     \phi(x) = \frac{\|r\|}{\|r^p\|}\, r^p, \quad r = \mathrm{ReLU}(x)
 
-The power, taken channel by channel, turns features towards their largest channel and keeps their length, so that
-similar tokens come closer and others part. The attention matrix has at most rank d; the convolution restores it.
+The element-wise power turns features towards their largest channel and keeps their length, so that similar
+tokens move closer together and others further apart. The rank of the attention matrix is at most d; the
+convolution raises it.
 
 Han et al., FLatten Transformer: Vision Transformer using Focused Linear Attention, ICCV 2023.
 """
@@ -24,15 +25,16 @@ OFFSET = 1e-6
 class FocusedLinearAttention(MultiHeadAttention):
     """Linear attention by focused features, computed in float32 (float64 for float64).
 
-    As in the authors' code features are divided by a learned scale of each channel first, their lengths are those
-    of all heads' channels together, and the convolution has one filter per channel of a head, the same for all heads.
-    The positions that it adds to the keys are left out: the models here have their own.
+    As in the authors' code, features are first divided by a learned scale per channel, their lengths are
+    taken over the channels of all heads together, and the convolution has one filter per channel of a head,
+    shared by all heads. The positions that the authors' code adds to the keys are left out, because the
+    models here have their own.
 
     Args:
         dim, num_heads, qkv_bias: as in :class:`softfree.layers.multihead.MultiHeadAttention`.
         focus: the power p.
         value_conv: side of the depthwise convolution of V (its length, for sequences); 0: none; None: 5.
-            Prefix tokens (a class token) have no part in it.
+            Prefix tokens (a class token) are excluded.
         sequence: tokens are a sequence.
 
     Example:
@@ -71,7 +73,7 @@ class FocusedLinearAttention(MultiHeadAttention):
         return f"heads={self.num_heads}, focus={self.focus:g}"
 
     def features(self, x: Tensor) -> Tensor:
-        """Queries or keys (batch, heads, tokens, d) to their features of the same shape, all above 0."""
+        """The features of queries or keys (batch, heads, tokens, d): the same shape, all positive."""
         dtype = compute_dtype(x.dtype)
         scaled = (x.to(dtype).relu() + OFFSET) / F.softplus(self.scale.to(dtype))
         return focused(scaled, self.focus)
@@ -87,7 +89,7 @@ class FocusedLinearAttention(MultiHeadAttention):
 
 
 def focused(x: Tensor, power: float) -> Tensor:
-    """``|x| / |x^p| x^p`` of features above 0, (batch, heads, tokens, d), with lengths over heads and channels.
+    """``|x| / |x^p| x^p`` of positive features (batch, heads, tokens, d), lengths over heads and channels.
 
     Example:
         >>> import torch
@@ -96,7 +98,7 @@ def focused(x: Tensor, power: float) -> Tensor:
         >>> round(turned.norm().item(), 4), turned.flatten().tolist()[1] > 4
         (5.0, True)
     """
-    # Powers of numbers up to 1 do not overflow; the result is the same.
+    # Powers of numbers up to 1 do not overflow, and the result is the same.
     power_of = (x / x.amax((1, 3), keepdim=True)) ** power
     return power_of * (_length(x) / _length(power_of))
 

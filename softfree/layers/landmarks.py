@@ -1,4 +1,4 @@
-"""Landmark samplers: from the queries of all tokens to the few tokens that stand for them.
+"""Landmark samplers: from the queries of all tokens to a few landmarks that represent them.
 
 Every sampler is a module ``sampler(q, size, mask)``:
 
@@ -6,7 +6,7 @@ Every sampler is a module ``sampler(q, size, mask)``:
     size   (H, W) of the image behind the tokens, (T, H, W) of a volume, or None for a sequence
     mask   (batch, tokens) bool or None, True for real tokens
 
-and gives landmarks (batch, heads, m, head_dim) with a mask (batch, m), or None where all are real.
+and returns landmarks (batch, heads, m, head_dim) and their mask (batch, m), or None if all are real.
 Tokens before the ``H * W`` (``T * H * W``) tokens of the image, such as a class token, are prefix tokens.
 """
 
@@ -36,14 +36,17 @@ DEFAULT_COUNT = 49
 
 @dataclass(frozen=True)
 class LandmarkSpec:
-    """Which sampler, and how many landmarks at most; ``count=None`` lets them grow with the input."""
+    """The sampler and the largest number of landmarks.
+
+    With ``count=None`` the number of "conv" and "average" landmarks grows with the input; the others are 49.
+    """
 
     sampler: SamplerName = "conv"
     count: int | None = None
 
     @classmethod
     def parse(cls, value: "Landmarks") -> "LandmarkSpec":
-        """``"conv"``, ``"average:49"``, ``("conv", 49)`` or ``49`` (that many, by convolution)."""
+        """Parse ``"conv"``, ``"average:49"``, ``("conv", 49)`` or ``49`` (same as ``"conv:49"``)."""
         if isinstance(value, LandmarkSpec):
             return value
         sampler: Any
@@ -100,10 +103,10 @@ def create_sampler(
 
 
 class _WindowLandmarks(nn.Module):
-    """Samplers that make one landmark of each window, and pool those if there are more than ``count``.
+    """Base of samplers that make one landmark per window, and pool them if there are more than ``count``.
 
-    A prefix token is a window of its own where windows are single tokens (stride 1); otherwise it is
-    no landmark.
+    If windows are single tokens (stride 1), each prefix token is a window of its own. Otherwise prefix tokens
+    do not become landmarks.
     """
 
     def __init__(self, stride: int, count: int | None = None):
@@ -115,19 +118,19 @@ class _WindowLandmarks(nn.Module):
         return f"stride={self.stride}, count={self.count}"
 
     def reduce(self, q: Tensor, mask: Tensor | None, grid: Grid, window: Grid) -> Tensor:
-        """One landmark of each window of the grid's tokens: (batch, heads, m, d)."""
+        """One landmark for each window of the grid's tokens: (batch, heads, m, d)."""
         raise NotImplementedError
 
     def layout(self, tokens: int, size: AnySize) -> tuple[int, Grid, Grid]:
-        """How many of the tokens are a prefix, the grid of the others, and a window of it."""
+        """The number of prefix tokens, the grid of the other tokens, and the size of a window."""
         return _layout(self.stride, self.count, tokens, size)
 
     def windows_and_pooling(
         self, x: Tensor, size: tuple[int, int]
     ) -> tuple[Any, Any, Tensor | None]:
-        """Of tokens (batch, n, channels): the grid of the last ones, a window of it, the matrix that pools them.
+        """The grid of the last of tokens (batch, n, channels), the size of a window, and the pooling matrix.
 
-        The matrix is (landmarks, windows); None: there are no more windows than landmarks.
+        The matrix is (landmarks, windows); None if there are no more windows than landmarks.
         """
         make = _windows_and_pooling if is_ordinary(x) else _windows_and_pooling.__wrapped__
         return make(self.stride, self.count, x.shape[1], size, x.device)
@@ -152,7 +155,7 @@ class _WindowLandmarks(nn.Module):
 
 def _layout(stride: int, count: int | None, tokens: int, size: AnySize) -> tuple[int, Grid, Grid]:
     if size is None or (stride == 1 and count is None):
-        # A sequence; or each token is a window, wherever it stands, prefix tokens included.
+        # A sequence; or each token, including prefix tokens, is a window wherever it is.
         return 0, (1, tokens), (1, stride)
     return tokens - math.prod(size), size, (stride,) * len(size)
 
@@ -166,14 +169,14 @@ def _windows_and_pooling(
         return grid, window, None
     single = prefix if stride == 1 else 0
     pooling = pooling_matrix(single, window_grid(grid, window), count, device)
-    # Where each token is a window, prefix tokens are the first windows.
+    # If each token is a window, prefix tokens are the first windows.
     return ((1, tokens) if stride == 1 else grid), window, pooling
 
 
 class AverageLandmarks(_WindowLandmarks):
     """The mean of each ``stride`` x ``stride`` window (``stride`` tokens of a sequence, a cube of a volume).
 
-    Windows at the border, and windows with masked tokens, average the tokens that are there.
+    Windows at the border, and windows with masked tokens, average the tokens that exist.
 
     Example:
         >>> import torch
@@ -194,11 +197,11 @@ class AverageLandmarks(_WindowLandmarks):
 
 
 class ConvLandmarks(_WindowLandmarks):
-    """``GELU(LayerNorm(conv(q)))``, a ``stride`` x ``stride`` convolution of that stride for all heads.
+    """``GELU(LayerNorm(conv(q)))``, with a ``stride`` x ``stride`` convolution of that stride for all heads.
 
-    As in the authors' code, the convolution sees ``q * head_dim^-1/4`` (which matters to the norm's eps
-    alone) and the landmarks are on that scale; they are returned on the scale of ``q``. Beyond the border
-    and at masked tokens the convolution reads 0.
+    As in the authors' code, the convolution sees ``q * head_dim^-1/4`` (which only matters for the norm's
+    eps) and the landmarks are on that scale; they are returned on the scale of ``q``. The convolution reads 0
+    beyond the border and at masked tokens.
     """
 
     def __init__(
@@ -212,7 +215,7 @@ class ConvLandmarks(_WindowLandmarks):
     ):
         super().__init__(stride, count)
         self.scale = head_dim**-0.25
-        # (out, in, *window), as of a convolution, though windows that do not overlap need but a matrix
+        # (out, in, *window) as in a convolution, although windows that do not overlap only need a matrix
         # product.
         window = (stride,) * (1 if sequence else 3 if volume else 2)
         self.weight = nn.Parameter(torch.empty(head_dim, head_dim, *window))
@@ -239,9 +242,9 @@ class ConvLandmarks(_WindowLandmarks):
 
 
 class _TokenLandmarks(nn.Module):
-    """Samplers that choose ``count`` of the tokens, the same ones for every head.
+    """Base of samplers that choose ``count`` of the tokens.
 
-    With a mask they choose among each sample's real tokens, all of them where there are fewer.
+    With a mask they choose among each sample's real tokens, and take all of them if there are fewer.
     """
 
     def __init__(self, count: int, *, strict: bool = True):
@@ -253,7 +256,10 @@ class _TokenLandmarks(nn.Module):
         return f"count={self.count}"
 
     def choose(self, tokens: int | Tensor, count: int, device: torch.device) -> Tensor:
-        """``count`` different positions below ``tokens``, rising; a row each if ``tokens`` is (batch, 1)."""
+        """``count`` different positions below ``tokens``, in ascending order.
+
+        If ``tokens`` is (batch, 1), there is one row per sample.
+        """
         raise NotImplementedError
 
     def check(self, tokens: int) -> None:
@@ -288,7 +294,8 @@ class FirstLandmarks(_TokenLandmarks):
 class RandomLandmarks(_TokenLandmarks):
     """``count`` random tokens, one from each of as many equal stretches of the input.
 
-    Drawn anew at every training step; in evaluation the draw is fixed, so that results repeat.
+    They are drawn anew at every training step. In evaluation the draw is fixed, so that results are
+    reproducible.
     """
 
     fixed: Tensor
@@ -311,10 +318,11 @@ class RandomLandmarks(_TokenLandmarks):
 
 
 class SpreadLandmarks(_TokenLandmarks):
-    """``count`` tokens that lie far apart: each head's next one is the farthest from those it has.
+    """``count`` tokens that are far apart: each head's next one is the farthest from those already chosen.
 
-    They begin with the token that is farthest from the mean (farthest-point sampling, the greedy k-centre). The choice
-    depends on the tokens alone, takes time linear in them, and has no gradient; the landmarks have that of their tokens.
+    The first is the token farthest from the mean (farthest-point sampling, or greedy k-centre). The choice
+    depends only on the tokens, takes time linear in their number, and has no gradient; gradients flow through
+    the chosen tokens.
 
     Example:
         >>> import torch
@@ -326,7 +334,8 @@ class SpreadLandmarks(_TokenLandmarks):
     def forward(self, q: Tensor, size: AnySize, mask: Tensor | None = None) -> Sampled:
         tokens = q.shape[2]
         self.check(tokens)
-        # An exporter that does not know the size makes all of them, of which the last may be masked.
+        # If an exporter does not know the size, ``count`` landmarks are made, and the last ones may be
+        # masked.
         known = isinstance(tokens, int) and not torch.jit.is_tracing()
         count = min(self.count, tokens) if known else self.count
         chosen = self.places(q.detach(), count, mask)
@@ -338,7 +347,10 @@ class SpreadLandmarks(_TokenLandmarks):
 
     @torch.no_grad()
     def places(self, q: Tensor, count: int, mask: Tensor | None) -> Tensor:
-        """Where the landmarks are, (batch, heads, count), in the order of their choice; those beyond the real are 0."""
+        """The positions of the landmarks, (batch, heads, count), in the order of choice.
+
+        0 once no real token is left.
+        """
         q = q.to(compute_dtype(q.dtype))
         if mask is None:
             centre = q.mean(2, keepdim=True)
@@ -350,7 +362,8 @@ class SpreadLandmarks(_TokenLandmarks):
         nearest = (q - centre).square().sum(-1)
         chosen = []
         for number in range(count):
-            # Chosen tokens are behind all others, so that tokens which equal them come before they come again.
+            # Chosen tokens rank below all others, so that duplicates of them are chosen before they are
+            # chosen again.
             place = torch.where(real, nearest, -torch.inf).argmax(2, keepdim=True)
             chosen.append(place)
             real = real.scatter(2, place, False)
@@ -365,9 +378,9 @@ _CHOOSERS = {"random": RandomLandmarks, "first": FirstLandmarks, "spread": Sprea
 def pooled_share(
     sampler: nn.Module, sampled: Sampled, tokens: int, size: AnySize, mask: Tensor | None = None
 ) -> float | Tensor | None:
-    """How many landmarks a sampler made over how many windows there are; None: nothing was pooled.
+    """The number of landmarks over the number of windows; None if nothing was pooled.
 
-    A number, or one for each sample, (batch,), where they differ: with a mask landmarks and windows without
+    It is a number, or one per sample, (batch,), if they differ: with a mask, landmarks and windows without
     real tokens do not count.
 
     Example:
@@ -395,17 +408,17 @@ def pooled_share(
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
     """Tokens of x (batch, heads, n, d) at places (batch, heads or 1, m): (batch, heads, m, d)."""
-    # take_along_dim would fix an exported program to the sizes of its example.
+    # take_along_dim would specialize an exported program to the sizes of its example.
     return x.gather(2, places[..., None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _mask_windows(mask: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """Mask (batch, tokens) by window: (batch, m, window). What fills a window up at the border is masked."""
+    """A mask (batch, tokens) by window: (batch, m, window). Padding at the border is masked."""
     return windows(mask[:, None, :, None], grid, window)[:, 0, :, :, 0]
 
 
 def is_ordinary(x: Tensor) -> bool:
-    """Whether what is made for ``x`` may be kept for others: no tracer's tensor, without numbers, or a graph's."""
+    """Whether tensors made for ``x`` may be cached: not if a tracer or a CUDA graph capture is active."""
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return False
     return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

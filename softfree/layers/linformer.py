@@ -1,9 +1,9 @@
-r"""Linformer: keys and values projected along their length to a fixed number of slots.
+r"""Linformer: keys and values are projected along the sequence to a fixed number of slots.
 
 .. math:: X = \mathrm{softmax}(Q (E K)^T / \sqrt d)\, (E V), \qquad E: slots \times n \text{, learned}
 
-Wang et al., Linformer: Self-Attention with Linear Complexity, 2020. Heads, keys and values share one E of a
-layer (the paper's key-value sharing).
+Wang et al., Linformer: Self-Attention with Linear Complexity, 2020. In each layer one E is shared by all
+heads and by keys and values (the paper's key-value sharing).
 """
 
 import math
@@ -22,21 +22,21 @@ DEFAULT_LENGTH = 1024
 
 
 class LinformerAttention(MultiHeadAttention):
-    """Softmax attention to slots, learned mixtures of all tokens.
+    """Softmax attention to slots, which are learned mixtures of all tokens.
 
-    E belongs to the positions of one length or one grid. Other inputs are served like this:
+    E is learned for one sequence length or one image grid. For other inputs:
 
-    - A shorter sequence uses E's first columns, so a padded sample has the result of the unpadded one. In a
-      longer one E repeats: token ``length + i`` goes where token ``i`` goes.
-    - For an image of another size E is resized bilinearly, and scaled so that a slot keeps its size.
+    - A shorter sequence uses the first columns of E, so padding does not change the result. For a longer one
+      E repeats: token ``length + i`` is treated like token ``i``.
+    - For an image of another size, E is resized bilinearly and scaled so that slots keep their magnitude.
 
-    Prefix tokens (a class token) are keys and values of their own. Masked tokens count as 0 in the mixtures.
+    Prefix tokens (a class token) are separate keys and values. Masked tokens count as 0 in the mixtures.
 
     Args:
         dim, num_heads, qkv_bias: as in :class:`softfree.layers.multihead.MultiHeadAttention`.
-        grid: (H, W) of the image, or length of the sequence, that E is learned at; None: (56, 56), 1024.
+        grid: (H, W) of the image, or length of the sequence, that E is learned for; None: (56, 56) or 1024.
         stride: one slot per ``stride`` x ``stride`` window of the grid (per ``stride`` tokens).
-        slots: how many instead.
+        slots: number of slots, instead of ``stride``.
         sequence: tokens are a sequence.
 
     Example:
@@ -75,7 +75,7 @@ class LinformerAttention(MultiHeadAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # Mixtures of n tokens then have about the size of one.
+        # Mixtures of n tokens then have about the magnitude of one token.
         trunc_normal_(self.projection, std=self.projection[0].numel() ** -0.5)
 
     def extra_repr(self) -> str:
@@ -83,7 +83,7 @@ class LinformerAttention(MultiHeadAttention):
         return f"heads={self.num_heads}, slots={slots}, grid={tuple(grid)}"
 
     def matrix(self, tokens: int, size: Size) -> Tensor:
-        """E for an input of ``tokens`` without prefix: (slots, tokens)."""
+        """E for an input of ``tokens`` tokens without prefix: (slots, tokens)."""
         weight: Tensor = self.projection
         if size is None:
             repeats = (tokens - 1) // weight.shape[1] + 1
@@ -110,7 +110,8 @@ class LinformerAttention(MultiHeadAttention):
         """(batch, heads, prefix + n, d) to (batch, heads, prefix + slots, d)."""
         if mask is not None:
             tokens = torch.where(mask[:, None, :, None], tokens, 0)
-        # One product for all heads of a sample. Broadcasting by "@" would copy the tokens transposed.
+        # One product for all heads of a sample. Broadcasting with "@" would make a transposed copy of the
+        # tokens.
         rows = tokens[:, :, prefix:].transpose(1, 2).flatten(2)
         mixed = torch.bmm(projection.expand(rows.shape[0], -1, -1), rows)
         mixed = mixed.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)

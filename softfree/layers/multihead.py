@@ -1,4 +1,4 @@
-"""What the attentions share: the checks of their input, and the frame of those with queries, keys and values."""
+"""What the attentions share: input checks, and the base class of those with queries, keys and values."""
 
 import math
 from typing import Any
@@ -12,15 +12,15 @@ from softfree.ops.shared.memo import computed_once
 
 
 class MultiHeadAttention(nn.Module):
-    """Projections to queries, keys and values, heads, masks. A subclass gives :meth:`attend`.
+    """Projections to queries, keys and values, heads, masks. A subclass implements :meth:`attend`.
 
-    Masked tokens are replaced by 0 before anything else, so what stands there, NaN included, does not
-    matter. A sample without real tokens attends to all of those zeros, which keeps it finite.
+    Masked tokens are replaced by 0 before anything else, so their contents do not matter, not even NaN. A
+    sample without real tokens attends to all of these zeros, which keeps it finite.
 
     Args:
         dim: channels; a multiple of ``num_heads``.
         num_heads: heads.
-        qkv_bias: biases of the three projections.
+        qkv_bias: whether the three projections have biases.
     """
 
     cross_attention = True
@@ -36,7 +36,7 @@ class MultiHeadAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, size: Size, mask: Tensor | None) -> Tensor:
         """q (batch, heads, n_q, d), k and v (batch, heads, n_k, d) to (batch, heads, n_q, d).
 
-        ``size`` and ``mask`` (batch, n_k) are those of the keys; every sample has a key to attend to.
+        ``size`` and ``mask`` (batch, n_k) describe the keys. Every sample has at least one key to attend to.
         """
         raise NotImplementedError
 
@@ -65,8 +65,8 @@ class MultiHeadAttention(nn.Module):
 class DepthwiseConv(nn.Module):
     """Depthwise convolution of values with a filter and a bias for each of ``channels``.
 
-    Those are the channels of a head, which then share filters, or of all heads. Prefix tokens (a class token) get 0;
-    masked tokens count as 0.
+    ``channels`` is the number of channels of one head, in which case the heads share filters, or of all heads
+    together. The result is 0 at prefix tokens (a class token). Masked tokens count as 0.
     """
 
     def __init__(self, channels: int, kernel_size: int, sequence: bool):
@@ -84,7 +84,7 @@ class DepthwiseConv(nn.Module):
         return cls(channels, kernel_size, sequence) if kernel_size else None
 
     def reset_parameters(self) -> None:
-        # As torch's convolutions start.
+        # The default initialisation of torch's convolutions.
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
         bound = self.weight[0].numel() ** -0.5
         nn.init.uniform_(self.bias, -bound, bound)
@@ -108,14 +108,14 @@ class DepthwiseConv(nn.Module):
 
 
 def query_projection(projection: nn.Linear, x: Tensor) -> Tensor:
-    """The queries alone of a projection to queries and more: its first rows, as many as channels."""
+    """Only the queries from a projection to queries and more, by its first ``in_features`` rows."""
     dim = projection.in_features
     bias = None if projection.bias is None else projection.bias[:dim]
     return F.linear(x, projection.weight[:dim], bias)
 
 
 def check_heads(dim: int, num_heads: int) -> None:
-    """Raise if ``dim`` channels can't be shared out among ``num_heads``."""
+    """Raise if ``dim`` channels can't be divided among ``num_heads``."""
     if dim < 1 or num_heads < 1 or dim % num_heads:
         raise ValueError(
             f"dim must be a multiple of num_heads, got dim={dim}, num_heads={num_heads}"
@@ -125,7 +125,7 @@ def check_heads(dim: int, num_heads: int) -> None:
 def check_tokens(
     x: Tensor, source: Tensor, mask: Tensor | None, dim: int, context_dim: int | None = None
 ) -> None:
-    """Raise if ``x``, the tokens attended to (``x`` itself or a context) or their mask can't be meant."""
+    """Raise if ``x``, the tokens attended to (``x`` itself or a context) or their mask is invalid."""
     for name, tokens, channels in (("x", x, dim), ("context", source, context_dim or dim)):
         if not isinstance(tokens, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tokens).__name__}")
@@ -148,7 +148,7 @@ def check_tokens(
 def check_image(
     shape: torch.Size, size: AnySize, channels: int, sequence: bool, volume: bool
 ) -> None:
-    """As :func:`check_tokens` and :func:`check_size`, of the shape of tokens that attend to themselves without a mask."""
+    """:func:`check_tokens` and :func:`check_size`, from shapes: for self-attention without a mask."""
     _check_shape("x", shape, channels)
     check_size(size, shape[1], sequence, volume)
 
@@ -162,7 +162,7 @@ def _check_shape(name: str, shape: torch.Size, channels: int) -> None:
 
 
 def refuse_keys_and_values(size: Any) -> None:
-    """Raise where a layer is called, by habit, as layer(q, k, v)."""
+    """Raise if a layer is called as layer(q, k, v), as other attention layers are."""
     if isinstance(size, Tensor):
         raise TypeError(
             "size must be a tuple or None, got a tensor. The layer projects queries, keys and values itself: "
@@ -172,7 +172,7 @@ def refuse_keys_and_values(size: Any) -> None:
 
 
 def check_size(size: AnySize, tokens: int, sequence: bool, volume: bool = False) -> None:
-    """Raise unless ``size`` is that of an image (a volume) of at most ``tokens``, None for sequences."""
+    """Raise unless ``size`` fits an image or a volume of at most ``tokens``, or is None for sequences."""
     form, things = ("(T, H, W)", "volumes") if volume else ("(H, W)", "images")
     if sequence:
         if size is not None:
@@ -185,7 +185,8 @@ def check_size(size: AnySize, tokens: int, sequence: bool, volume: bool = False)
     if len(size) != (3 if volume else 2):
         hint = "" if len(size) != 3 else "; build the layer with volume=True for (T, H, W)"
         raise ValueError(f"size must be {form}, got {size!r}{hint}")
-    # Sizes an exporter does not know are not compared: that would fix the program to them.
+    # Sizes that an exporter does not know are not compared, because that would specialize the program to
+    # them.
     if all(isinstance(n, int) for n in (*size, tokens)) and not (
         min(size) > 0 and math.prod(size) <= tokens
     ):

@@ -1,9 +1,9 @@
-r"""Nyströmformer: softmax attention rebuilt from landmarks.
+r"""Nyströmformer: softmax attention approximated with landmarks.
 
 .. math:: X = \sigma(Q \tilde K^T)\; \sigma(\tilde Q \tilde K^T)^+\; \sigma(\tilde Q K^T) V + conv(V)
 
-with :math:`\sigma` the softmax of the scores over :math:`\sqrt d`, landmarks :math:`\tilde Q, \tilde K` that are
-means of neighbouring queries and keys, and six steps of a fourth-order iteration for the inverse.
+with :math:`\sigma` the softmax of the scores divided by :math:`\sqrt d`, landmarks :math:`\tilde Q, \tilde K`
+that are means of neighbouring queries and keys, and six steps of a fourth-order iteration for the inverse.
 
 Xiong et al., Nyströmformer: A Nyström-based Algorithm for Approximating Self-Attention, AAAI 2021.
 """
@@ -24,18 +24,19 @@ DEFAULT_SEGMENTS = 64
 class NystromformerAttention(MultiHeadAttention):
     """Softmax attention through landmarks, linear in the tokens.
 
-    The products with softmaxes are torch's fused attention, so no n x m matrix is kept. The m x m inverse
+    The products with softmaxes use torch's fused attention, so no n x m matrix is kept. The m x m inverse
     is computed in float32 (float64 for float64).
 
     Args:
         dim, num_heads, qkv_bias: as in :class:`softfree.layers.multihead.MultiHeadAttention`.
-        landmarks: their largest number, alone or as in :class:`softfree.SoftAttention`, whose sampler does
-            not matter here: landmarks are means. Without a number images have one per window, sequences 64.
+        landmarks: largest number of landmarks. The forms of :class:`softfree.SoftAttention` are also
+            accepted, but the sampler is ignored: landmarks are always means. Without a number, images have
+            one landmark per window and sequences 64.
         stride: side of a landmark's window, for images.
-        inverse_steps: of the iteration.
+        inverse_steps: steps of the iteration.
         value_conv: side of the depthwise convolution of V (its length, for sequences), one filter per head;
             0: none; None: 33 for sequences, 9 for images.
-        sequence: tokens are a sequence. Its landmarks are means of equal stretches of the real tokens.
+        sequence: tokens are a sequence. The landmarks are means of equal stretches of the real tokens.
 
     Example:
         >>> import torch
@@ -107,9 +108,9 @@ class NystromformerAttention(MultiHeadAttention):
 
 
 class SegmentMeans(nn.Module):
-    """Means of ``count`` stretches of a sequence, of equal length or as nearly so as can be.
+    """Means of ``count`` stretches of a sequence, of lengths as equal as possible.
 
-    A sample's stretches share out its real tokens alone. With fewer of them than ``count``, each is a
+    The stretches divide up only the real tokens of a sample. If these are fewer than ``count``, each is a
     landmark. Called like the samplers of :mod:`softfree.layers.landmarks`.
     """
 
@@ -131,7 +132,7 @@ class SegmentMeans(nn.Module):
 
 
 def _landmark_kernel(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of the landmarks' scores, (batch, heads, m, m); a masked landmark is like none but itself."""
+    """Softmax of the landmarks' scores, (batch, heads, m, m); a masked landmark is similar only to itself."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if mask is None:
         return scores.softmax(-1)
@@ -145,8 +146,8 @@ def iterative_inverse(a: Tensor, steps: int = 6) -> Tensor:
     r"""Approximate pseudoinverse of (..., m, m) matrices by the iteration of Razavi et al.
 
     :math:`Z_{i+1} = \tfrac14 Z_i (13 I - A Z_i (15 I - A Z_i (7 I - A Z_i)))`, which starts at
-    :math:`Z_0 = A^T / (\|A\|_1 \|A\|_\infty)`. Both norms are each matrix's own, so that no sample depends
-    on the others of its batch.
+    :math:`Z_0 = A^T / (\|A\|_1 \|A\|_\infty)`. Both norms are computed per matrix, so that no sample depends
+    on the others in its batch.
 
     Example:
         >>> import torch

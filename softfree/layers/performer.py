@@ -24,10 +24,11 @@ RELU_OFFSET = 1e-3
 
 
 class PerformerAttention(MultiHeadAttention):
-    """Attention by random features, the same for all heads. They are saved with the layer's state.
+    """Attention by random features, which all heads share.
 
-    Published comparisons keep them as they were drawn, and so does this layer unless told to ``redraw``:
-    then every training step has features of its own, and evaluation the saved ones.
+    The random directions are saved with the layer's state. Published comparisons keep the directions as first
+    drawn, and so does this layer. With ``redraw``, every training step draws new ones, and evaluation uses
+    the saved ones.
 
     Features are computed in float32 (float64 for float64). Those of the softmax kernel are never formed:
     with :math:`s_f = \\log \\sum_j \\phi_f(k_j)`, the result is the product of two softmaxes, which neither
@@ -35,7 +36,8 @@ class PerformerAttention(MultiHeadAttention):
 
     Args:
         dim, num_heads, qkv_bias: as in :class:`softfree.layers.multihead.MultiHeadAttention`.
-        features: how many; None: ``d log d`` for heads of d channels, rounded up to a multiple of 8.
+        features: number of features; None: ``d log d`` for heads with d channels, rounded up to a multiple of
+            8.
         kernel: ``"softmax"`` or ``"relu"``.
         redraw: draw new features at every training step.
 
@@ -86,7 +88,7 @@ class PerformerAttention(MultiHeadAttention):
             dtype = compute_dtype(q.dtype)
             features = self.features
             if self.redraw and self.training:
-                # Nothing is kept from step to step, so resumed and distributed runs need no care.
+                # Nothing is kept from step to step, so resumed and distributed runs need no special care.
                 features = orthogonal_gaussian(len(features), self.head_dim, features.device)
             directions = features.to(dtype).T * self.head_dim**-0.25
             k = k.to(dtype)
@@ -108,7 +110,7 @@ class PerformerAttention(MultiHeadAttention):
 
 
 def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
-    """The values, weighted by the products of features, (..., n_q, f) and (..., n_k, f), over their sums."""
+    """Average the values with weights that are products of features, (..., n_q, f) and (..., n_k, f)."""
     # Means instead of sums, so that half precision does not overflow; their ratio is the same.
     totals = phi_k.mean(-2)[..., None].to(v.dtype)
     phi_k, phi_q = phi_k.to(v.dtype), phi_q.to(v.dtype)
@@ -122,7 +124,7 @@ def orthogonal_gaussian(rows: int, columns: int, device: torch.device | None = N
     """
     blocks = -(-rows // columns)
     q, r = torch.linalg.qr(torch.randn(blocks, columns, columns, device=device))
-    # Algorithms for QR prefer some signs. Without that choice all directions are equally likely.
+    # QR algorithms favour certain signs. Undoing that makes all directions equally likely.
     q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
     directions = q.mT.flatten(0, 1)[:rows]
     lengths = torch.randn(rows, columns, device=device).norm(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Whether a layer may be computed by an operator that knows its weights alone."""
+"""Checks whether a layer may be replaced by an operator that only knows its weights."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-RANDOM = (nn.Dropout, DropPath)  # which do nothing in evaluation
+RANDOM = (nn.Dropout, DropPath)  # these do nothing in evaluation
 
 
 def are_plain(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
-    """Whether all these modules, each with its kind, are plain."""
+    """Whether all these modules are plain, given as pairs of a module and its kind; see :func:`is_plain`."""
     module: Any
-    for module, kind in parts:  # in one loop: a call for each would take as long as what it asks
+    for module, kind in parts:  # one loop: a call per module would double the time
         if type(module) is not kind:
             return False
         known = module.__dict__
@@ -33,16 +33,16 @@ def are_plain(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
 
 
 def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a module does what its kind does: no adapter or sharded layer in its place, no hooks, plain tensors.
+    """Whether a module is exactly of this kind: no adapter or sharded layer, no hooks, plain tensors.
 
-    Some libraries give an instance a ``forward`` of its own, others quantize weights in place; one that was compiled
-    in place is called as such.
+    Some libraries give an instance its own ``forward``, others quantize weights in place. A module that was
+    compiled in place is not plain either, because it has to be called itself.
     """
     return are_plain((module, kind))
 
 
 def are_all_hooked() -> bool:
-    """Whether someone wants to see every module that is called, by the hooks that all of them share."""
+    """Whether there are global hooks, which are called for every module."""
     return bool(
         everywhere._global_forward_hooks
         or everywhere._global_forward_pre_hooks
@@ -52,18 +52,18 @@ def are_all_hooked() -> bool:
 
 
 def does_nothing(module: nn.Module | None) -> bool:
-    """Whether a plain module returns what it is given: an identity, or in evaluation what drops something at random."""
+    """Whether a plain module returns its input: an identity, or in evaluation a dropout or drop path."""
     return are_plain((module, idle_kind(module))) and not are_all_hooked()
 
 
 def idle_kind(module: Any) -> type[nn.Module]:
-    """The kind of which a module has to be plain to do nothing."""
+    """The kind that a plain module must have to do nothing."""
     kind = type(module)
     return kind if kind in RANDOM and not module.training else nn.Identity
 
 
 def parameter(module: nn.Module, name: str) -> Any:
-    """As ``getattr(module, name)``, which a module looks for in three places, at a microsecond apiece."""
+    """Same as ``getattr(module, name)``, but faster: that searches three places, at a microsecond each."""
     try:
         return module._parameters[name]
     except KeyError:  # some libraries put views of larger tensors in their place
@@ -71,7 +71,7 @@ def parameter(module: nn.Module, name: str) -> Any:
 
 
 def weight_and_bias(module: nn.Module) -> tuple[Tensor, Any]:
-    """As ``module.weight, module.bias``, in the time of :func:`parameter`."""
+    """Same as ``module.weight, module.bias``, but as fast as :func:`parameter`."""
     parameters: Any = module._parameters
     try:
         return parameters["weight"], parameters["bias"]

@@ -1,7 +1,7 @@
-"""Adaptive average pooling, of grids and of the real tokens of sequences, as products with matrices.
+"""Adaptive average pooling of grids, and of the real tokens of sequences, as matrix products.
 
-Bin i of n values goes from floor(i n / bins) to ceil((i + 1) n / bins), as in ``F.adaptive_avg_pool1d``; as a
-product it works with masks, and at sizes that an exporter does not know.
+Bin i of n values goes from floor(i n / bins) to ceil((i + 1) n / bins), as in ``F.adaptive_avg_pool1d``. As a
+matrix product it also works with masks, and with sizes that an exporter does not know.
 """
 
 import math
@@ -17,10 +17,10 @@ Sampled = tuple[Tensor, Tensor | None]
 
 
 def averaging_matrix(length: int, bins: int, like: Tensor, used: int | None = None) -> Tensor:
-    """Pooling of ``length`` values to ``bins``, as a matrix (bins, length).
+    """The matrix (bins, length) that pools ``length`` values to ``bins``.
 
-    Of more bins than values several take the same value; with ``used`` the values go into so many bins, and the
-    others stay empty.
+    If there are more bins than values, several bins take the same value. With ``used``, the values go into
+    that many bins, and the others stay empty.
     """
     first, last = _bounds(bins, length, bins if used is None else used, like.device)
     position = torch.arange(length, device=like.device)
@@ -29,14 +29,14 @@ def averaging_matrix(length: int, bins: int, like: Tensor, used: int | None = No
 
 
 def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], count: int) -> Sampled:
-    """(batch, heads, rows * columns, d) pooled to at most ``count``, masked ones (batch, tokens) left out.
+    """Pool (batch, heads, rows * columns, d) to at most ``count``, without tokens masked in (batch, tokens).
 
     ``grid`` is (rows, columns), or (times, rows, columns).
     """
     known = all(isinstance(side, int) for side in grid)
     target: Any = _sides(len(grid), count)
     if torch.jit.is_tracing() and len(grid) == 2:
-        # Whether there is one row, as _target asks, is for the program to find out.
+        # The traced program has to find out itself whether there is only one row, as _target does.
         single: Any = torch.as_tensor(grid[0] == 1).long()
         side, across = target
         target = (side + single * (1 - side), across + single * (count - across))
@@ -45,7 +45,7 @@ def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], count: int)
         if _same(target, grid):
             return x, mask
     elif mask is None:
-        # How many bins a size leaves empty is not known before an exported program runs.
+        # How many bins stay empty at a size is only known when the exported program runs.
         mask = torch.ones_like(x[:, 0, :, 0], dtype=torch.bool)
     if _is_row(grid) and mask is not None:
         return pool_segments(x, mask, count)
@@ -55,7 +55,7 @@ def pool_grid(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], count: int)
 def adaptive_pool(
     x: Tensor, mask: Tensor | None, grid: tuple[int, ...], target: tuple[int, ...]
 ) -> Sampled:
-    """As :func:`pool_grid`, to ``target`` bins at any size: of a smaller grid several take the same tokens."""
+    """As :func:`pool_grid`, but always to ``target`` bins: in a small grid several take the same tokens."""
     sides = [averaging_matrix(*side, x) for side in zip(grid, target, strict=True)]
     return _pool(x, mask, grid, sides)
 
@@ -76,21 +76,22 @@ def _pool(x: Tensor, mask: Tensor | None, grid: tuple[int, ...], sides: list[Ten
     return pooled.flatten(2, -2), (present > 0).flatten(1)
 
 
-# By the number of dimensions: letters of the matrices but the last, of the pooled grid, of the grid.
+# Keyed by the number of dimensions: einsum letters of all matrices except the last, of the pooled grid, of
+# the grid.
 _POOLING = {2: ("ah", "ac", "hw"), 3: ("et,ah", "eac", "thw")}
 
 
 def pool_segments(
     x: Tensor, mask: Tensor, count: int, *, overlap: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Each sequence's real tokens pooled to ``count``, so that padding changes nothing.
+    """Pool each sequence's real tokens to ``count`` bins, so that padding changes nothing.
 
-    Without ``overlap`` bins begin at ceil(i n / count), so that each token is in one alone.
+    Without ``overlap``, bins start at ceil(i n / count), so that each token is in exactly one.
 
     Args:
         x: (batch, heads, tokens, d).
         mask: (batch or 1, tokens), True for real tokens.
-        count: bins; of more bins than real tokens the last stay empty.
+        count: number of bins; if there are fewer real tokens, the last bins stay empty.
 
     Returns:
         (batch, heads, count, d), and (batch or 1, count), False for empty bins.
@@ -106,9 +107,9 @@ def pool_segments(
 def pooling_matrix(
     single: int, grid: tuple[int, ...], count: int, device: torch.device
 ) -> Tensor | None:
-    """What :func:`pool_grid` does to a grid, after ``single`` values that stay, as a matrix.
+    """The matrix that pools a grid as :func:`pool_grid` does, after ``single`` values that are not pooled.
 
-    (landmarks, windows), float32; None if there are few enough.
+    It is (landmarks, windows), float32; None if there is nothing to pool.
 
     Example:
         >>> pooling_matrix(0, (2, 4), 4, torch.device("cpu"))
@@ -120,18 +121,18 @@ def pooling_matrix(
     target = _target(grid, count)
     if _same(target, grid):
         return None
-    with torch.inference_mode(False):  # what is kept here may serve in training later
+    with torch.inference_mode(False):  # the cached matrix may be used in training later
         down, across = _side_matrices(grid, target, torch.empty(0, device=device))
-        # Not by torch.kron and block_diag, which fix a compiled program to a size.
+        # Not torch.kron and block_diag, which specialize a compiled program to a size.
         pooled = (down[:, None, :, None] * across[:, None, :]).flatten(2).flatten(0, 1)
         stay = F.pad(torch.eye(single, device=device), (0, pooled.shape[1]))
         return torch.cat([stay, F.pad(pooled, (single, 0))])
 
 
 def smaller(a: Any, b: Any) -> Any:
-    """The smaller of two sizes, also where an exporter knows neither."""
-    # The compiler takes min alone, and the exporter sym_min alone without fixing the program to a size. Sizes are
-    # tensors to torch.jit.trace.
+    """The smaller of two sizes, even if an exporter knows neither."""
+    # The compiler only accepts min. The exporter needs sym_min, because min would specialize the program to a
+    # size. Under torch.jit.trace sizes are tensors.
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
     if torch.jit.is_tracing():
@@ -147,7 +148,7 @@ def _side_matrices(grid: tuple[int, ...], target: tuple[int, ...], like: Tensor)
 
 
 def _target(grid: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Sides of the grid to which at most ``count`` landmarks are pooled."""
+    """The sides of the pooled grid, with at most ``count`` landmarks."""
     sides = (1, count) if _is_row(grid) else _sides(len(grid), count)
     return tuple(map(min, grid, sides))
 
@@ -158,7 +159,7 @@ def _is_row(grid: tuple[int, ...]) -> bool:
 
 
 def _sides(dimensions: int, count: int) -> tuple[int, ...]:
-    """Sides of a grid of at most ``count``, as equal as they can be."""
+    """The sides of a grid with at most ``count`` cells, as equal as possible."""
     if dimensions == 1:
         return (count,)
     side = math.isqrt(count) if dimensions == 2 else int(count ** (1 / dimensions) + 1e-9)
@@ -176,7 +177,7 @@ def _bounds(
     device: torch.device,
     overlap: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Where the bins begin and end of which ``used`` share ``length`` values; (..., bins)."""
+    """The starts and ends of bins, (..., bins), of which the first ``used`` share ``length`` values."""
     index = torch.arange(bins, device=device)
     last = ((index + 1) * length + used - 1) // used
     return (index * length + (0 if overlap else used - 1)) // used, last

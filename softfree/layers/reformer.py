@@ -1,6 +1,6 @@
-r"""Reformer: softmax attention among the tokens that a random hash puts together.
+r"""Reformer: softmax attention among tokens that a random hash puts into the same bucket.
 
-Queries double as keys, as unit vectors, and a token looks at those of its bucket :math:`h(q_i)` alone:
+Queries, scaled to unit length, are also the keys. A token attends only to those in its bucket :math:`h(q_i)`:
 
 .. math:: x_i = \sum_{j: h(q_j) = h(q_i)} \mathrm{softmax}_j\!\left(\frac{q_i \cdot k_j}{\sqrt d}\right) v_j,
           \qquad k_j = \frac{q_j}{\|q_j\|}, \qquad h(x) = \arg\max\,[x R;\, -x R]
@@ -16,7 +16,7 @@ from softfree.layers.landmarks import Size
 from softfree.layers.multihead import check_heads, check_size, check_tokens
 from softfree.ops.shared.precision import compute_dtype
 
-# A token's score with itself: it counts only where there is no other.
+# A token's score with itself. It only matters if there is no other token.
 OWN_SCORE = -5e4
 
 
@@ -24,22 +24,22 @@ class ReformerAttention(nn.Module):
     """Attention by locality-sensitive hashing, for sequences.
 
     Tokens are sorted by bucket and cut into chunks. A token attends to those of its bucket in its own chunk
-    and in the one before. Its own key is left out unless it finds no other: a query is always most like
-    itself. Rounds with different hashes are averaged, weighted by the sum of their exponentials; a key met in
-    several rounds counts in each.
+    and in the one before. It attends to itself only if it finds no other, because a query is always most
+    similar to itself. Rounds with different hashes are averaged, weighted by the sum of their exponentials; a
+    key that occurs in several rounds counts in each.
 
-    With one bucket and a chunk as long as the sequence this is softmax attention with unit-length queries
-    as keys and without the own token.
+    With one bucket and a chunk as long as the sequence, this is softmax attention with unit-length queries
+    as keys, in which no token attends to itself.
 
-    Hashes are drawn anew at every training step; in evaluation they are fixed, and saved with the state.
+    New hashes are drawn at every training step; in evaluation they are fixed and saved with the state.
 
     Args:
         dim, num_heads: channels, a multiple of the heads.
         rounds: hashes per token.
         buckets: 1 or an even number. Fixed, so that padding does not change a token's bucket.
-        chunk: tokens of a chunk.
-        sequence: must be True; images have no such attention here.
-        qv_bias: biases of the projections to queries and values.
+        chunk: tokens per chunk.
+        sequence: must be True; images are not supported.
+        qv_bias: whether the projections to queries and values have biases.
 
     Example:
         >>> import torch
@@ -101,7 +101,10 @@ class ReformerAttention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
     def _hash(self, q: Tensor, mask: Tensor | None) -> Tensor:
-        """Bucket of each token in each round: (batch, heads, rounds, tokens); masked tokens have their own."""
+        """The bucket of each token in each round: (batch, heads, rounds, tokens).
+
+        Masked tokens share an extra one.
+        """
         if self.buckets == 1:
             bucket = q.new_zeros((*q.shape[:2], self.rounds, q.shape[2]), dtype=torch.long)
         else:
@@ -117,8 +120,8 @@ class ReformerAttention(nn.Module):
         """q, v (batch, heads, tokens, d) and buckets (batch, heads, rounds, tokens) to the shape of q."""
         tokens, dtype = q.shape[2], compute_dtype(q.dtype)
         chunk = min(self.chunk, tokens)
-        # Sorted by bucket, then by place: masked tokens, whose bucket is the last, come last, and so does
-        # the filling up to whole chunks.
+        # Sorted by bucket, then by position. Masked tokens have the last bucket, so they come last, followed
+        # by the padding to whole chunks.
         order = bucket.argsort(stable=True, dim=-1)
         filling = -tokens % chunk
         in_order = F.pad(bucket.gather(-1, order), (0, filling), value=self.buckets + 1)

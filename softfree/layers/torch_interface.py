@@ -12,28 +12,29 @@ NOT_CAUSAL = (
     "softmax-free attention can't be causal, nor take a mask for pairs of tokens: every token attends through the "
     "landmarks, and these are made of all tokens. Tokens that nobody may attend to are named by key_padding_mask"
 )
-# As :data:`softfree.layers.factory.SETTINGS` has them for our own attention, with landmarks enough for short inputs:
-# windows of single tokens, pooled.
+# As for our own attention in :data:`softfree.layers.factory.SETTINGS`. The landmarks differ, so that short
+# inputs have enough of them: they are windows of single tokens, pooled.
 DEFAULTS: dict[str, Any] = dict(query_norm=True, bandwidth="learned", inverse="solve")
 
 
 class _Unfused(Tensor):
-    """A tensor that torch's encoders see they may not take past the layer to their fused softmax attention."""
+    """A tensor type that keeps torch's encoders from using their fused softmax attention instead."""
 
 
 class MultiheadSoftAttention(SoftHeads):
-    r"""``nn.MultiheadAttention``'s constructor and call, with softmax-free attention.
+    r"""Softmax-free attention with the constructor and the call of ``nn.MultiheadAttention``.
 
-    Queries and keys have one projection, :math:`W_q = W_k`, unless keys have channels of their own (``kdim``).
-    Landmarks are sampled from the keys. There is no causal attention: see ``attn_mask``.
+    Queries and keys share one projection, :math:`W_q = W_k`, unless the keys have a different number of
+    channels (``kdim``). Landmarks are sampled from the keys. Causal attention is not possible: see
+    ``attn_mask``.
 
     Args:
         embed_dim, num_heads, bias, batch_first, device, dtype: as in ``nn.MultiheadAttention``.
-        dropout: of what the heads attend to; there is no matrix of weights whose entries could be dropped.
-        add_bias_kv, add_zero_attn: refused.
+        dropout: dropout of the heads' outputs; there is no weight matrix whose entries could be dropped.
+        add_bias_kv, add_zero_attn: not supported.
         kdim, vdim: channels of ``key`` and ``value``; None: ``embed_dim``.
-        landmarks, stride, value_conv: as in :class:`softfree.SoftAttention`; by default at most 49 means of equal
-            stretches of the keys.
+        landmarks, stride, value_conv: as in :class:`softfree.SoftAttention`; by default at most 49 landmarks,
+            means of equal stretches of the keys.
         options: further settings of :class:`softfree.SoftAttention`; by default those of the attention
             ``"softfree"``: normed queries, learned bandwidths, ``inverse="solve"``.
 
@@ -47,7 +48,7 @@ class MultiheadSoftAttention(SoftHeads):
         (torch.Size([2, 100, 64]), None)
     """
 
-    # What torch's encoders ask before they take weights past the layer. See _Unfused.
+    # Attributes that torch's encoders check before they bypass the layer with its weights. See _Unfused.
     _qkv_same_embed_dim = False
     in_proj_weight = in_proj_bias = torch.empty(0).as_subclass(_Unfused)
     bias_k = bias_v = None
@@ -91,7 +92,10 @@ class MultiheadSoftAttention(SoftHeads):
 
     @classmethod
     def of(cls, softmax: nn.MultiheadAttention, **options: Any) -> "MultiheadSoftAttention":
-        """A layer in the place of a softmax one, with its weights: queries (keys, if they differ), values, output."""
+        """Replace a softmax layer, taking over its weights for queries, values and output.
+
+        The weights for keys are taken over only if keys have a different number of channels.
+        """
         if softmax.bias_k is not None or softmax.add_zero_attn:
             raise ValueError("it has add_bias_kv or add_zero_attn")
         weight = softmax.out_proj.weight
@@ -134,26 +138,26 @@ class MultiheadSoftAttention(SoftHeads):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention as ``nn.MultiheadAttention`` computes it, but for the kernel.
+        """Attention as in ``nn.MultiheadAttention``, except for the kernel.
 
         Args:
             query: (n, batch, embed_dim), (batch, n, embed_dim) with ``batch_first``, or (n, embed_dim).
             key, value: the same with m tokens of ``kdim`` and ``vdim`` channels.
             key_padding_mask: (batch, m), or (m,): True, or minus infinity, at tokens to ignore.
-            need_weights: also return what each token adds to each, which takes n x m numbers for each head: all
-                that this attention avoids. Off by default, unlike torch's. They may be negative and need not
-                add up to 1; the value convolution is not among them.
-            attn_mask, is_causal: refused, for landmarks are made of all tokens.
-            average_attn_weights: return the mean of all heads.
+            need_weights: also return the weight of each key for each query. That takes n x m numbers per
+                head, which this attention otherwise avoids, so it is off by default, unlike in torch. The
+                weights may be negative and need not add up to 1; the value convolution is not included.
+            attn_mask, is_causal: not supported, because landmarks are made from all tokens.
+            average_attn_weights: return the mean of the weights over heads.
 
         Returns:
-            The output, shaped as ``query``, and (batch, n, m) weights, (batch, heads, n, m) without averaging, or
-            None.
+            The output, with the shape of ``query``, and the weights or None. The weights are (batch, n, m),
+            or (batch, heads, n, m) without averaging.
         """
         if attn_mask is not None or is_causal:
             given = "attn_mask" if attn_mask is not None else "is_causal=True"
             raise ValueError(f"{given}: {NOT_CAUSAL}")
-        # Values may be others: of detectors, positions are added to queries and keys alone.
+        # Values may differ: detectors add positions only to queries and keys.
         itself = query is key and self.k_proj is None
         batched = query.ndim == 3
         tokens = [self._batch_first(t) for t in (query, key, value)]
@@ -179,10 +183,10 @@ class MultiheadSoftAttention(SoftHeads):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """(batch, heads, n, m): the attention to one unit vector a key."""
+        """(batch, heads, n, m): the attention's output if each key's value is a unit vector of its own."""
         units = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         training = self.training
-        # Dropout is of the output, not of these.
+        # Dropout applies to the output, not to the weights.
         self.training = False
         weights = self.attend(q, k, units, mask=mask)
         self.training = training
@@ -223,7 +227,7 @@ def keys_to_keep(padding: Tensor | None, key: Tensor) -> Tensor | None:
             f"key_padding_mask must be bool, True at tokens to ignore, or float, got {padding.dtype}"
         )
     keep = padding == 0
-    # A GPU is not waited for, nor a program that is being traced.
+    # The check would have to wait for a GPU, and a traced program has no values to check.
     looked_at = padding.device.type == "cpu" and not torch.compiler.is_compiling()
     if looked_at and not (keep | (padding == -torch.inf)).all():
         raise ValueError(
@@ -235,7 +239,7 @@ def keys_to_keep(padding: Tensor | None, key: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def copy_linear(layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    """Fill a linear layer; a bias that it has and the other has not becomes 0."""
+    """Copy weights into a linear layer; without a bias to copy, its own bias becomes 0."""
     layer.weight.copy_(weight)
     if layer.bias is not None:
         layer.bias.zero_() if bias is None else layer.bias.copy_(bias)

@@ -1,4 +1,4 @@
-"""What every softfree backbone offers timm, beside its own layers: a classifier and intermediate maps."""
+"""What every softfree backbone offers timm besides its own layers: a classifier and intermediate maps."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,10 +17,11 @@ ImageSize = int | tuple[int, int]
 
 
 class Backbone(nn.Module):
-    """Base of the backbones. A subclass gives :meth:`iterate_features` and calls :meth:`init_classifier`.
+    """Base class of the backbones.
 
-    ``parts`` names the list of modules whose results are the features. ``num_prefix_tokens`` tokens stand before the image tokens of the last feature. ``norm`` is the final
-    norm (an identity for post-norm blocks).
+    A subclass implements :meth:`iterate_features` and calls :meth:`init_classifier`. ``parts`` names the list
+    of modules whose results are the features. ``num_prefix_tokens`` is the number of tokens before the image
+    tokens of the last feature. ``norm`` is the final norm (an identity for post-norm blocks).
     """
 
     num_prefix_tokens = 0
@@ -36,7 +37,7 @@ class Backbone(nn.Module):
         self.reset_classifier(num_classes, global_pool)
 
     def init_weights(self) -> None:
-        """Fill every parameter and buffer as a new model has them, also after ``to_empty``."""
+        """Initialise every parameter and buffer as in a new model, even after ``to_empty``."""
         for module in self.modules():
             reset: Any = getattr(module, "reset_parameters", None)
             if reset is not None:
@@ -44,7 +45,7 @@ class Backbone(nn.Module):
         self.draw_linear_weights()
 
     def draw_linear_weights(self) -> None:
-        """Truncated normals of deviation 0.02 for linear layers, zero biases, gains; the rest as it is."""
+        """Initialise linear layers: truncated normals of deviation 0.02, zero biases; apply the gains."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
@@ -62,7 +63,10 @@ class Backbone(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for ``num_classes`` (0: none); optionally change the pooling."""
+        """Replace the head by a new one for ``num_classes`` classes (0: no head).
+
+        Optionally change the pooling.
+        """
         if num_classes < 0:
             raise ValueError(f"num_classes must be >= 0, got {num_classes}")
         if global_pool is not None:
@@ -117,13 +121,13 @@ class Backbone(nn.Module):
 
         Args:
             x: image, (batch, in_chans, H, W).
-            indices: which: a list, the last n for an int, all for None.
+            indices: which features: a list, an int for the last n, or None for all.
             norm: apply the final norm to the last one.
-            stop_early: leave out what comes after the last one asked for.
+            stop_early: skip everything after the last requested feature.
             output_fmt: ``"NCHW"`` maps or ``"NLC"`` tokens.
-            intermediates_only: return the list alone, not (final tokens, list).
-            return_prefix_tokens: pairs (feature, its prefix tokens, None where it has none) in the list, for a
-                model that has prefix tokens at all.
+            intermediates_only: return only the list instead of (final tokens, list).
+            return_prefix_tokens: if the model has prefix tokens, return pairs of a feature and its prefix
+                tokens (None if it has none).
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
@@ -166,7 +170,7 @@ class Backbone(nn.Module):
         parts = len(getattr(self, self.parts))
         take, last = feature_take_indices(parts, indices)  # type: ignore[arg-type]
         self.prune_after(last)
-        # The norm is that of the last part, and of no use to the others.
+        # The norm belongs to the last part and is of no use to the others.
         if prune_norm or last < parts - 1:
             self.norm = nn.Identity()
         if prune_head:
@@ -185,12 +189,12 @@ class Backbone(nn.Module):
 
 
 def call_unless_idle(module: nn.Module, x: Tensor) -> Tensor:
-    """``module(x)``, without a call of what does nothing."""
+    """``module(x)``, or ``x`` without a call if the module does nothing."""
     return x if does_nothing(module) else module(x)
 
 
 def call_block(block: nn.Module, x: Tensor, size: tuple[int, int], recompute: bool) -> Tensor:
-    """``block(x, size)``, what is inside computed again in the backward pass instead of kept, if so wanted."""
+    """``block(x, size)``; with ``recompute``, activations are computed again in the backward pass."""
     if recompute and torch.is_grad_enabled():
         return checkpoint(block, x, size)
     return block(x, size)

@@ -1,4 +1,4 @@
-"""RetinaNet as a program that leaves Python, and such a program as a detector.
+"""RetinaNet as a program that can be exported, and an exported program as a detector.
 
 BoxProgram(detector)(image)                     # one normalised picture -> boxes, scores, labels, candidates
 PreparedDetector(program, metadata)(images)     # as the detector: pictures in 0..1 -> detections
@@ -14,19 +14,20 @@ from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import nms
 
-DIVISOR = 32  # torchvision fills pictures up to multiples of it
+DIVISOR = 32  # torchvision pads pictures to multiples of it
 RESULTS = ("boxes", "scores", "labels")
 OUTPUTS = (*RESULTS, "candidate_boxes", "candidate_scores")
 
 
 class BoxProgram(nn.Module):
-    """What a RetinaNet does between the preparation of a picture and the result, of tensors alone.
+    """What a RetinaNet does between the preparation of a picture and the result, with tensors only.
 
-    ``forward(image)`` takes one normalised picture (1, 3, H, W) of the size at which the detector sees it, and gives
+    ``forward(image)`` takes one normalised picture (1, 3, H, W) at the size at which the detector sees it,
+    and returns
 
         boxes (n, 4)                         x1, y1, x2, y2 in pixels of that picture
-        scores (n), labels (n)               the most certain first; label 0 is the background
-        candidate_boxes (anchors, 4)         all, before the choice
+        scores (n), labels (n)               the highest scores first; label 0 is the background
+        candidate_boxes (anchors, 4)         all boxes, before the selection
         candidate_scores (anchors, classes)
     """
 
@@ -40,7 +41,7 @@ class BoxProgram(nn.Module):
         return *chosen, torch.cat(boxes), torch.cat(scores)
 
     def candidates(self, image: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Boxes (anchors, 4) and scores (anchors, classes) of each map, from the finest."""
+        """Boxes (anchors, 4) and scores (anchors, classes) of each map, starting with the finest."""
         detector: Any = self.detector
         height, width = image.shape[2:]
         padded = _fill_up(image)
@@ -62,10 +63,10 @@ class BoxProgram(nn.Module):
         return boxes, scores
 
     def choose(self, boxes: list[Tensor], scores: list[Tensor], sides: int) -> tuple[Tensor, ...]:
-        """Boxes, scores and labels of what is kept, as torchvision chooses; ``sides`` are H + W.
+        """Boxes, scores and labels of the detections that torchvision would keep; ``sides`` is H + W.
 
-        Every map gives its most certain candidates. Maps with fewer are filled up with a score of 0, so that no number
-        depends on the picture's size.
+        Every map contributes its highest-scoring candidates. Maps with fewer are padded with a score of 0, so
+        that the number of candidates does not depend on the picture's size.
         """
         detector: Any = self.detector
         most, classes = detector.topk_candidates, scores[0].shape[1]
@@ -77,7 +78,8 @@ class BoxProgram(nn.Module):
         all_boxes, all_scores, labels = (torch.cat(parts) for parts in zip(*picked, strict=True))
         sure = (all_scores > detector.score_thresh).nonzero()[:, 0]
         all_boxes, all_scores, labels = all_boxes[sure], all_scores[sure], labels[sure]
-        # Classes side by side, in a square, do not suppress each other. In one row coordinates would lose digits.
+        # Classes are shifted apart, in a square, so that they do not suppress each other. In a single row,
+        # coordinates would lose digits.
         across = math.isqrt(classes - 1) + 1
         shift = torch.stack([labels % across, labels // across], 1).to(all_boxes.dtype) * sides
         kept = nms(all_boxes + shift.repeat(1, 2), all_scores, detector.nms_thresh)
@@ -86,10 +88,10 @@ class BoxProgram(nn.Module):
 
 
 class PreparedDetector(nn.Module):
-    """A program of boxes with the preparation of pictures before it; called as torchvision's detectors are.
+    """A program that returns boxes, after the preparation of pictures; called like torchvision's detectors.
 
-    ``program`` gives at least boxes, scores and labels; ``metadata`` have ``arguments`` with ``min_size`` and
-    ``max_size``, ``mean`` and ``std``.
+    ``program`` returns at least boxes, scores and labels. ``metadata`` contains ``arguments`` with
+    ``min_size`` and ``max_size``, and ``mean`` and ``std``.
     """
 
     def __init__(self, program: nn.Module, metadata: dict[str, Any]):
@@ -113,10 +115,10 @@ class PreparedDetector(nn.Module):
 
 
 def _fill_up(image: Tensor) -> Tensor:
-    """The picture with zeros to its right and below, up to multiples of DIVISOR."""
+    """Pad a picture with zeros on the right and at the bottom to multiples of DIVISOR."""
     filled = F.pad(image, (0, DIVISOR - 1, 0, DIVISOR - 1))
     for dim in (2, 3):
-        # Whether a slice leaves anything out would become a constant of the program.
+        # With a slice, whether it leaves anything out would become a constant of the program.
         length = (image.shape[dim] + DIVISOR - 1) // DIVISOR * DIVISOR
         filled = filled.index_select(dim, torch.arange(length, device=image.device))
     return filled

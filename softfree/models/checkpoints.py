@@ -1,4 +1,4 @@
-"""Reading weights: the authors' released checkpoints, and ours at another image size."""
+"""Read weights: the authors' released checkpoints, and ours at another image size."""
 
 import argparse
 import logging
@@ -16,7 +16,7 @@ from softfree.layers.embeddings import PositionEmbedding, resize_positions
 logger = logging.getLogger(__name__)
 _NESTED = ("model", "state_dict")
 
-# Modules of a block: our name, and the authors' names with the parts of our rows that are theirs.
+# Modules of a block: our name, and the authors' names, each with its share of our rows.
 _SOFT_BLOCK = {
     "attn.qv": (("att.mha.W_q", 1), ("att.mha.W_v", 1)),
     "attn.proj": (("att.mha.ff", 1),),
@@ -32,7 +32,7 @@ _SOFTMAX_BLOCK = {"attn.qkv": (("attn.q", 1), ("attn.kv", 2))}
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file that makes up, alone or stacked with others, one tensor of the model."""
+    """A tensor in a file that forms one tensor of the model, on its own or stacked with others."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,9 +44,9 @@ _Layout = dict[str, list[_Piece]]
 def load_release_checkpoint(model: nn.Module, path: str | Path) -> nn.Module:
     """Load a checkpoint of the authors' code into one of the ``*_release`` models, in place.
 
-    Reads ``.safetensors`` and ``.pth`` (weights only: nothing in the file is executed), also where the
-    weights are nested under ``"model"`` or ``"state_dict"`` or carry a ``"module."`` prefix. Position
-    embeddings are resized to the model's image size.
+    Reads ``.safetensors`` and ``.pth`` files (weights only: nothing in the file is executed). The weights may
+    be nested under ``"model"`` or ``"state_dict"`` and may have a ``"module."`` prefix. Position embeddings
+    are resized to the model's image size.
 
     Args:
         model: e.g. ``timm.create_model("soft_tiny_release")``.
@@ -56,8 +56,8 @@ def load_release_checkpoint(model: nn.Module, path: str | Path) -> nn.Module:
         ``model``.
 
     Raises:
-        ValueError: the file does not fit the model; the message names every key that is missing,
-            unexpected or of another shape. The model is then unchanged.
+        ValueError: the file does not fit the model; the message lists every key that is missing, unexpected,
+            or of another shape or kind. The model is then unchanged.
     """
     path = Path(path)
     state = read_state_dict(path)
@@ -118,11 +118,11 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     else:
         try:
-            # Training scripts like to store their arguments beside the weights: plain data, no code.
+            # Training scripts often store their arguments next to the weights: plain data, no code.
             with torch.serialization.safe_globals([argparse.Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises whatever its unpickler met
-            # Its text advises to load the file in a way that may run code.
+        except Exception as error:  # torch raises whatever its unpickler encountered
+            # Its message advises loading the file in a way that may run code.
             raise ValueError(
                 f"{path} can't be read as weights alone: it must be a .safetensors file, or a .pth file "
                 "that holds tensors and no code, whole and undamaged"
@@ -145,16 +145,16 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def filter_checkpoint(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Weights under this model's names: the authors' keys mapped, positions at the model's size.
+    """Weights under this model's names: the authors' keys are mapped, positions resized to the model's size.
 
-    What does not fit is left as it is, for the loader to complain about.
+    Whatever does not fit is left unchanged, so that the loader reports it.
     """
     layout = _layout(state, model)
     return _assemble(_resize_positions(state, layout, model), layout)
 
 
 def _layout(state: dict[str, Tensor], model: nn.Module) -> _Layout:
-    """What a file is to hold, by the model's names: in the authors' layout if ``state`` is, or in ours."""
+    """What a file must contain, by the model's names: in the authors' layout if ``state`` is, or in ours."""
     expected = model.state_dict()
     release = any(key.startswith(("patch_embed1.", "pos_embed1", "block1.")) for key in state)
     layout: _Layout = {}
@@ -174,7 +174,7 @@ def _layout(state: dict[str, Tensor], model: nn.Module) -> _Layout:
 
 
 def _release_names(key: str, keys: Container[str]) -> tuple[tuple[str, int], ...]:
-    """The authors' names of our ``key``, each with its part of the rows; ``keys`` are all of ours."""
+    """The authors' names for our ``key``, each with its share of the rows; ``keys`` are all our keys."""
     if match := re.fullmatch(r"stem\.(\d)\.(conv|bn)\.(\w+)", key):
         step = 3 * int(match[1]) + (match[2] == "bn")
         return ((f"patch_embed1.proj.{step}.{match[3]}", 1),)
@@ -206,7 +206,8 @@ def _resize_positions(
         given = state.get(piece.name)
         if given is None or given.ndim != 3:
             continue
-        # The authors' grids are all square. Ours need not be: one of as many positions is taken as it is.
+        # The authors' grids are all square. Ours may not be: one with the same number of positions is not
+        # resized.
         authors = piece.name != key
         side = math.isqrt(max(0, given.shape[1] - module.prefix))
         square = side > 0 and side * side == given.shape[1] - module.prefix
@@ -216,7 +217,7 @@ def _resize_positions(
 
 
 def _assemble(state: dict[str, Tensor], layout: _Layout) -> dict[str, Tensor]:
-    """The tensors of a file under the model's names; those it has no use for keep theirs."""
+    """The tensors of a file under the model's names; those that the model does not use keep theirs."""
     assembled = dict(state)
     for key, pieces in layout.items():
         if all(piece.name in state for piece in pieces):

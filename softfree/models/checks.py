@@ -1,4 +1,7 @@
-"""Checks of arguments. Errors name an argument in `backticks`; the commands show it as the flag that the user types."""
+"""Checks of arguments.
+
+Errors name an argument in `backticks`; the commands show it as the flag that the user types.
+"""
 
 import contextlib
 import difflib
@@ -25,20 +28,20 @@ def check_model_name(name: str, option: str = "`model`") -> None:
 
 
 def check_pretrained(name: str) -> None:
-    """Refuse a model that timm has no weights of."""
+    """Refuse a model that timm has no weights for."""
     if not timm.models.is_model_pretrained(name):
         raise ValueError(
-            f"`pretrained`: timm has no weights of {name}; timm.list_models(pretrained=True) names models "
-            "that it has some of"
+            f"`pretrained`: timm has no weights of {name}; timm.list_models(pretrained=True) lists the "
+            "models that have weights"
         )
 
 
 @contextlib.contextmanager
 def fetching(name: str) -> Iterator[None]:
-    """Around what fetches the weights of ``name``: whatever goes wrong is said in a line."""
+    """A context for downloading the weights of ``name``: any error becomes a ValueError of one line."""
     try:
         yield
-    except Exception as error:  # timm and the hub raise whatever they met on the way
+    except Exception as error:  # timm and the hub raise many kinds of errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"`pretrained`: the weights of {name} can't be fetched ({reason})"
@@ -46,7 +49,7 @@ def fetching(name: str) -> Iterator[None]:
 
 
 def check_grouped(**arguments: int) -> None:
-    """Refuse channels that RetinaNet's GroupNorm, of at most 32 groups of 8 or more, can't share out."""
+    """Refuse channels that RetinaNet's GroupNorm can't divide into groups: at most 32 groups of 8 or more."""
     for name, channels in arguments.items():
         groups = min(32, channels // 8)
         if groups < 1 or channels % groups:
@@ -58,7 +61,7 @@ def check_grouped(**arguments: int) -> None:
 
 @contextlib.contextmanager
 def mistakes_in(argument: str) -> Iterator[None]:
-    """What goes wrong inside is the fault of this argument: the error begins with its name."""
+    """A context in which errors are attributed to this argument: their message starts with its name."""
     try:
         yield
     except (TypeError, ValueError) as error:

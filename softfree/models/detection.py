@@ -1,10 +1,10 @@
-"""RetinaNet and Mask R-CNN, torchvision's, on any timm backbone with four maps.
+"""torchvision's RetinaNet and Mask R-CNN on any timm backbone with four maps.
 
     image -> backbone -> feature pyramid (FPN) -> heads -> boxes, labels, scores (and masks)
 
-Both take what torchvision's detectors take: a list of images (3, H, W) in 0..1, of any sizes, which they
-normalise and resize themselves; in training also a list of targets, and they return the losses. Label 0 is the
-background, so ``num_classes`` is one more than the number of categories.
+Both are called like torchvision's detectors: with a list of images (3, H, W) in 0..1, of any sizes, which
+they normalise and resize themselves. In training they also take a list of targets and return the losses.
+Label 0 is the background, so ``num_classes`` is one more than the number of categories.
 """
 
 import math
@@ -38,10 +38,10 @@ ROI_SIZE = 7
 
 
 class FeaturePyramid(nn.Module):
-    """Backbone and FPN: an image (batch, 3, H, W) to an ordered dict of maps of ``out_channels``.
+    """Backbone and FPN: an image (batch, 3, H, W) to an ordered dict of maps with ``out_channels`` channels.
 
-    The names are "0" .. "3" for the maps at 1/4 .. 1/32, then those of ``extra``. The maps are float32
-    also under autocast: torchvision gives anchors the dtype of the maps, and bfloat16 has steps of 8 at
+    The names are "0" to "3" for the maps at 1/4 to 1/32, followed by those of ``extra``. The maps are float32
+    even under autocast: torchvision gives anchors the dtype of the maps, and bfloat16 has steps of 8 at
     coordinates beyond 1024.
     """
 
@@ -58,8 +58,10 @@ class FeaturePyramid(nn.Module):
 
 
 class _Detector:
-    """What torchvision's detectors get here: steps of a training that take all pictures at once
-    (softfree.models.regions), and timm's switch for recomputing activations, in the backbone.
+    """Additions to torchvision's detectors.
+
+    Training steps that take all pictures at once (softfree.models.regions), and timm's switch for recomputing
+    the backbone's activations.
     """
 
     backbone: FeaturePyramid
@@ -83,7 +85,7 @@ class _Detector:
         return self.losses(batch, targets)
 
     def losses(self, batch: ImageList, targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Of prepared pictures."""
+        """The losses of prepared pictures."""
         raise NotImplementedError
 
 
@@ -102,7 +104,7 @@ class _RetinaNet(_Detector, RetinaNet):
     ) -> dict[str, Tensor]:
         if self.head.regression_head._loss_type != "l1":
             return super().compute_loss(targets, head_outputs, anchors)
-        # The anchors of all pictures are the same.
+        # All pictures have the same anchors.
         return dense_losses(
             targets,
             head_outputs,
@@ -115,7 +117,7 @@ class _RetinaNet(_Detector, RetinaNet):
 class _MaskRCNN(_Detector, MaskRCNN):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # They have torchvision's attributes, which its constructor has filled in, and other methods.
+        # Our classes use the attributes set by torchvision's constructors and only replace methods.
         self.rpn.__class__ = RegionProposals
         self.roi_heads.__class__ = RegionHeads
 
@@ -132,26 +134,29 @@ def check_boxes(targets: list[dict[str, Tensor]] | None) -> None:
         raise ValueError("training needs targets")
     boxes = torch.cat([target["boxes"] for target in targets])
     flat = (boxes[:, 2:] <= boxes[:, :2]).any(1)
-    # Asked once for all pictures: the host waits for the answer.
+    # Checked once for all pictures, because the host waits for the result.
     if flat.any():
         raise ValueError(f"boxes must have a width and a height, got {boxes[flat][0].tolist()}")
 
 
 def _batch_pictures(transform: Any) -> None:
-    """Let torchvision's transform take all pictures at once; its attributes stay."""
+    """Make torchvision's transform take all pictures at once; its attributes stay the same."""
     transform.__class__ = _Transform
     for name, values in (("mean", transform.image_mean), ("std", transform.image_std)):
         transform.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
 
 
 class _Transform(GeneralizedRCNNTransform):
-    """torchvision's, for all pictures at once: one by one each waits for the GPU several times."""
+    """torchvision's transform for all pictures at once.
+
+    One by one, each would wait for the GPU several times.
+    """
 
     mean: Tensor
     std: Tensor
 
     def normalize(self, image: Tensor) -> Tensor:
-        # Pictures of floats are normalised in their batch; torchvision refuses others.
+        # Floating-point pictures are normalised in their batch; torchvision refuses others.
         return image if image.is_floating_point() else super().normalize(image)
 
     def batch_images(self, images: list[Tensor], size_divisible: int = 32) -> Tensor:
@@ -160,7 +165,7 @@ class _Transform(GeneralizedRCNNTransform):
             for axis in (1, 2)
         )
         mean, std = self.mean.to(images[0]), self.std.to(images[0])
-        # The mean becomes 0, torchvision's padding.
+        # The mean becomes 0 after normalisation, as torchvision pads.
         batch = mean.repeat(len(images), 1, height, width)
         for own, image in zip(batch, images, strict=True):
             own[:, : image.shape[1], : image.shape[2]] = image
@@ -195,7 +200,7 @@ class _Transform(GeneralizedRCNNTransform):
 
 
 def padded_size(size: tuple[int, int], min_size: int, max_size: int) -> tuple[int, int]:
-    """Height and width at which detectors see a picture alone: resized, then filled up to multiples of 32.
+    """Height and width at which detectors see a single picture: resized, then padded to multiples of 32.
 
     Example:
         >>> padded_size((480, 640), 800, 1333), padded_size((500, 640), 800, 1333)
@@ -209,11 +214,11 @@ def padded_size(size: tuple[int, int], min_size: int, max_size: int) -> tuple[in
 def place_masks(
     masks: Sequence[Tensor], boxes: Sequence[Tensor], sizes: Sequence[tuple[int, int]]
 ) -> list[Tensor]:
-    """Of each picture the masks (n, 1, S, S) of boxes (n, 4) in the whole of it, (n, 1, H, W).
+    """Place the masks (n, 1, S, S) of each picture's boxes (n, 4) into the whole picture, (n, 1, H, W).
 
-    They are bilinear inside and 0 outside: the result of torchvision's ``paste_masks_in_image``. Bilinear
-    interpolation is a product with a matrix on either side, (H, S) and (W, S), so all masks of a picture are two
-    batched products. The matrices are made for all pictures at once.
+    They are bilinear inside and 0 outside, as from torchvision's ``paste_masks_in_image``. Bilinear
+    interpolation is a product with a matrix on either side, (H, S) and (W, S), so all masks of a picture take
+    two batched products. The matrices are computed for all pictures at once.
 
     Example:
         >>> import torch
@@ -229,7 +234,7 @@ def place_masks(
     rows = _interpolation(top, bottom, max(heights), small)
     columns = _interpolation(left, right, max(widths), small)
     factors = zip(*(x.split(lengths) for x in (rows, small, columns)), strict=True)
-    # Where exactly a mask ends is in these products: not in autocast's dtype, nor in TF32.
+    # These products determine where exactly a mask ends, so they use neither autocast's dtype nor TF32.
     with torch.autocast(small.device.type, enabled=False), full_precision(small.device):
         return [
             (above[:, :height] @ own @ across[:, :width].mT)[:, None]
@@ -238,7 +243,10 @@ def place_masks(
 
 
 def _interpolation(first: Tensor, last: Tensor, length: int, masks: Tensor) -> Tensor:
-    """Weights of a mask's rows at ``length`` pixels, (n, length, S); it covers the pixels ``first`` to ``last``."""
+    """Weights of a mask's rows at ``length`` pixels, (n, length, S).
+
+    A mask covers the pixels ``first`` to ``last``.
+    """
     side = masks.shape[-1]
     pixel = torch.arange(length, device=masks.device)[None, :]
     covered = (last - first + 1).clamp(min=1)[:, None]
@@ -263,22 +271,22 @@ def retinanet(
     backbone_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> RetinaNet:
-    """RetinaNet with maps P3 to P7: the FPN of the maps at 1/8, 1/16 and 1/32, and two convolutions more.
+    """RetinaNet with maps P3 to P7: an FPN on the maps at 1/8, 1/16 and 1/32, and two more convolutions.
 
     Args:
         backbone: a timm model with four maps, such as ``"softfree_tiny"``.
-        num_classes: categories and one for the background.
-        min_size, max_size: an image is resized to this short side (in training: one of those given) if
-            its long side stays within ``max_size``.
+        num_classes: number of categories plus one for the background.
+        min_size, max_size: an image is resized to the short side ``min_size`` (in training, to one of those
+            given), or to a smaller one if its long side would exceed ``max_size``.
         width: channels of the FPN and the heads.
         anchor_size: side of the smallest anchors; it doubles from level to level.
         head_norm: GroupNorm in the heads (also called RetinaNet v2), which helps training from scratch.
-        backbone_checkpoint: weights to start the backbone from: a file, a run's checkpoint folder, or True for
-            those that timm fetches.
-        frozen_bn: keep the backbone's BatchNorms as they are.
-        backbone_kwargs: keywords of the backbone, such as ``dict(landmarks="conv")``; SOFT backbones get a
-            fixed number of landmarks if nothing is said (:func:`softfree.models.features.backbone_arguments`).
-        kwargs: of torchvision's ``RetinaNet``, such as ``detections_per_img``.
+        backbone_checkpoint: weights to start the backbone from: a file, a run's checkpoint folder, or True
+            for those that timm downloads.
+        frozen_bn: keep the backbone's BatchNorms unchanged.
+        backbone_kwargs: keywords of the backbone, such as ``dict(landmarks="conv")``. By default softfree's
+            backbones get a fixed number of landmarks (:func:`softfree.models.features.backbone_arguments`).
+        kwargs: keywords of torchvision's ``RetinaNet``, such as ``detections_per_img``.
 
     Example:
         >>> import softfree, torch
@@ -333,7 +341,7 @@ def mask_rcnn(
     Args:
         width: channels of the FPN and the mask head; the box head has four times as many.
         anchor_size: side of the anchors at 1/4 of the image; it doubles from level to level.
-        kwargs: of torchvision's ``MaskRCNN``, such as ``box_detections_per_img``.
+        kwargs: keywords of torchvision's ``MaskRCNN``, such as ``box_detections_per_img``.
         backbone, num_classes, min_size, max_size, backbone_checkpoint, frozen_bn, backbone_kwargs: see
             :func:`retinanet`.
 
@@ -372,7 +380,7 @@ def mask_rcnn(
 
 
 def _float32_outputs(module: nn.Module) -> None:
-    # Boxes are decoded in the dtype of what the heads return; bfloat16 can't place them to the pixel.
+    # Boxes are decoded in the dtype of the heads' outputs, and bfloat16 can't place them to the pixel.
     module.register_forward_hook(_to_float32)
 
 

@@ -1,12 +1,12 @@
-"""Models that leave Python: ONNX files and torch.export programs, checked against the model; and back.
+"""Export models to ONNX files and torch.export programs, checked against the model; load ONNX files again.
 
     export_onnx(model, "model.onnx", img_size=224, metadata=metadata)
     model, metadata = load_onnx("model.onnx")
     export_pt2(model, "model.pt2", img_size=224, metadata=metadata)
     program = torch.export.load("model.pt2").module()       # needs no softfree
 
-One file serves any batch, and any height and width of at least 33 pixels, or any length of sequences up to the model's; a
-:class:`BoxProgram` takes one picture at a time. It computes in float32.
+One file takes any batch size, and any height and width of at least 33 pixels, or any sequence length up to
+the model's. A :class:`BoxProgram` takes one picture at a time. Exported programs compute in float32.
 """
 
 import copy
@@ -36,11 +36,11 @@ Run = Callable[..., Sequence[Tensor]]
 
 
 class ExportError(RuntimeError):
-    """An exported program that does not compute what the model does; nothing was written."""
+    """The exported program does not compute what the model does; nothing was written."""
 
 
 class FlatOutputs(nn.Module):
-    """A model whose results, whatever holds them, are a tuple of tensors."""
+    """A model whose results are a tuple of tensors, whatever container the original returns."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -64,12 +64,12 @@ def export_onnx(
     """Write a model as one ONNX file and check it in onnxruntime; return the largest error.
 
     Args:
-        model: images (batch, channels, H, W) to a tensor, or to several in a list or dict; or a
-            :class:`SequenceClassifier`, tokens and mask to logits.
+        model: maps images (batch, channels, H, W) to a tensor, or to several in a list or dict; or a
+            :class:`SequenceClassifier`, which maps tokens and mask to logits.
         path: the file.
-        img_size: side of the images it was trained on. Below 33 the file takes this size alone.
-        metadata: what a user of the file wants to know, of what JSON can hold; see :func:`load_onnx`.
-        output_names: of the results, in their order.
+        img_size: side of the images it was trained on. Below 33 the file takes only this size.
+        metadata: information for users of the file; must be JSON-serialisable. See :func:`load_onnx`.
+        output_names: names of the results, in their order.
 
     Raises:
         ExportError: a result differs by more than 1e-4 (times the largest value, if above 1).
@@ -106,8 +106,8 @@ def export_pt2(
 ) -> float:
     """Write a model as a torch.export program, reload and check it; return the largest error.
 
-    Arguments as in :func:`export_onnx`. The metadata are the extra file ``metadata.json`` of the archive.
-    The program holds PyTorch's own operators alone, so it runs without softfree.
+    Arguments as in :func:`export_onnx`. The metadata are stored as the extra file ``metadata.json`` in the
+    archive. The program contains only PyTorch's own operators, so it runs without softfree.
     """
     inputs = inputs_of(model, img_size)
     flat = _prepare(model)
@@ -116,7 +116,7 @@ def export_pt2(
             _exportable(flat),
             inputs.example(),
             dynamic_shapes=(inputs.free_sizes(),),
-            # As the ONNX exporter has it: what can't be proved of all sizes is checked when it runs.
+            # As in the ONNX exporter: what can't be proved for all sizes is checked at run time.
             prefer_deferred_runtime_asserts_over_guards=True,
         )
     extra = {"metadata.json": json.dumps(metadata or {})}
@@ -125,12 +125,15 @@ def export_pt2(
 
 
 class OnnxModel(nn.Module):
-    """An ONNX file as a model: images (batch, channels, H, W), or tokens and mask, to what it computes, on the CPU."""
+    """An ONNX file as a model of images (batch, channels, H, W), or of tokens and mask.
+
+    Computes on the CPU.
+    """
 
     def __init__(self, session: Any, outputs: Sequence[str] | None = None):
         super().__init__()
         self.session, self.outputs = session, outputs  # None: all
-        # Callers ask a model's parameters for its device.
+        # Callers find a model's device through its parameters.
         self.place = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def forward(self, *inputs: Tensor) -> Tensor | list[Tensor]:
@@ -144,7 +147,7 @@ class OnnxModel(nn.Module):
 
 
 def load_onnx(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model in a file of :func:`export_onnx`, and its metadata; the contract of ``load_for_inference``."""
+    """The model in a file of :func:`export_onnx`, and its metadata, like ``load_for_inference``."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no ONNX file at {path}")
@@ -165,10 +168,10 @@ def load_onnx(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _simplify(model: Any) -> None:
-    """Take out of an ONNX graph what is known beforehand, unused or there twice.
+    """Remove constant, unused and duplicate nodes from an ONNX graph.
 
-    As the exporter's own ``optimize``, but for its search for patterns: that takes a third of the whole export and finds
-    a node in twenty.
+    This is the exporter's own ``optimize`` without its search for patterns, which takes a third of the whole
+    export and finds one node in twenty.
     """
     import onnx_ir.passes.common as passes
     from onnx_ir.passes import Sequential
@@ -189,7 +192,7 @@ def _simplify(model: Any) -> None:
 
 
 def _save_program(program: torch.export.ExportedProgram, extra: dict[str, Any], path: Path) -> None:
-    # In memory first: torch's own writer ends the process where a disk is full.
+    # In memory first, because torch's own writer ends the process if the disk is full.
     content = io.BytesIO()
     torch.export.save(program, content, extra_files=extra)
     path.write_bytes(content.getvalue())
@@ -198,7 +201,7 @@ def _save_program(program: torch.export.ExportedProgram, extra: dict[str, Any], 
 class MatrixPool(nn.Module):
     """``nn.AdaptiveAvgPool2d`` as products with two matrices.
 
-    PyTorch's own, exported, reads past the border of images smaller than the example.
+    If PyTorch's version is exported, it reads past the border of images smaller than the example.
     """
 
     def __init__(self, size: tuple[int, int]):
@@ -212,12 +215,12 @@ class MatrixPool(nn.Module):
 
 
 def _prepare(model: nn.Module) -> nn.Module:
-    """The model on the CPU, in float32 and evaluation mode, its outputs flat; the given one stays as it is."""
+    """A copy of the model on the CPU, in float32 and evaluation mode, with flat outputs."""
     return FlatOutputs(copy.deepcopy(model).cpu().float().eval())
 
 
 def _exportable(flat: nn.Module) -> nn.Module:
-    """A copy of a prepared model without what exporters translate wrongly."""
+    """A copy of a prepared model without modules that exporters translate wrongly."""
     changed = copy.deepcopy(flat)
     for parent in list(changed.modules()):
         for name, child in parent.named_children():
@@ -233,7 +236,7 @@ def _write_checked(
     open_program: Callable[[Path], Run],
     inputs: Inputs,
 ) -> float:
-    """Write beside ``path``, compare with the model, and only then put the file in its place."""
+    """Write to a file next to ``path``, compare it with the model, and only then move it to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.stem}.new{path.suffix}")
     try:
@@ -247,13 +250,13 @@ def _write_checked(
 
 
 def _error(model: nn.Module, run: Run, inputs: Inputs, size: tuple[int, ...]) -> float:
-    """The largest difference at one size of inputs; raises :class:`ExportError` if it is too large."""
+    """The largest difference at one input size; raises :class:`ExportError` if it is too large."""
     given = inputs.make(*size)
     where = f"on {inputs.describe(*size)}"
     try:
         with torch.no_grad():
             found = run(*given)
-    except Exception as error:  # runtimes have classes of their own for what may go wrong
+    except Exception as error:  # runtimes have their own exception classes
         reason = str(error).splitlines()[0]
         raise ExportError(
             f"the exported program fails {where}, nothing was written: {reason}"
@@ -273,10 +276,10 @@ def _error(model: nn.Module, run: Run, inputs: Inputs, size: tuple[int, ...]) ->
 
 
 def _wanted(model: Any, inputs: tuple[Tensor, ...], found: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a program should have given.
+    """What a program should have returned.
 
-    Which boxes are kept may hang on the last digit of a score. Therefore the candidates of a detector are compared,
-    and its choice with that of the model among the same candidates.
+    Which boxes are kept may depend on the last digit of a score. For a detector, therefore, the candidates
+    are compared, and its choice is compared with the model's choice among the same candidates.
     """
     program: Any = model.model
     if not isinstance(program, BoxProgram):
@@ -290,7 +293,7 @@ def _wanted(model: Any, inputs: tuple[Tensor, ...], found: Sequence[Tensor]) -> 
 
 
 def _largest_difference(given: Tensor, expected: Tensor) -> float:
-    """Relative to the largest value, if that is above 1."""
+    """The largest difference, relative to the largest value if that is above 1."""
     if given.shape != expected.shape:
         return math.inf
     if not given.numel():
@@ -309,7 +312,7 @@ def _session(path: Path) -> Any:
         raise ValueError("ONNX files need onnxruntime: pip install 'softfree[export]'") from error
     try:
         return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime has a class of its own for each kind of bad file
+    except Exception as error:  # onnxruntime has a separate class for each kind of bad file
         raise ValueError(f"{path} is no readable ONNX file: {error}") from error
 
 
@@ -320,7 +323,7 @@ def _open_pt2(path: Path) -> Run:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the exporter's warnings about itself."""
+    """A context without the exporter's warnings about itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

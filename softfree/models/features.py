@@ -1,4 +1,4 @@
-"""What dense models take from a backbone: maps at 1/4, 1/8, 1/16 and 1/32 of the image."""
+"""The feature maps that dense models take from a backbone, at 1/4, 1/8, 1/16 and 1/32 of the image."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,15 +15,15 @@ from softfree.models.checks import check_pretrained, mistakes_in
 from softfree.models.metadata import read_json
 from softfree.models.registry import is_ours
 
-# To start from: a file, a run's checkpoint folder, True for what timm fetches, or nothing.
+# Weights to start from: a file, a run's checkpoint folder, True for those that timm downloads, or none.
 Weights = str | Path | bool | None
 REDUCTIONS = (4, 8, 16, 32)
-# The papers' 49 landmarks at 224², and no more at any size: the cost per token stays that of 224².
+# The papers' 49 landmarks at 224², and no more at any size, so that the cost per token stays the same.
 FIXED_LANDMARKS = "conv:49"
 
 
 def fixed_landmarks(name: str, attention: str | None = None) -> str:
-    """Landmarks of a backbone's own kind, so many at most at any size.
+    """The landmarks for a backbone of this name or attention, with a fixed maximum at any size.
 
     Example:
         >>> fixed_landmarks("softfree_tiny"), fixed_landmarks("softpp_tiny")
@@ -34,13 +34,14 @@ def fixed_landmarks(name: str, attention: str | None = None) -> str:
 
 
 def backbone_arguments(name: str, landmarks: str | None = None, **kwargs: Any) -> dict[str, Any]:
-    """Keywords for ``timm.create_model(name)`` as a dense model wants the backbone.
+    """Keywords for ``timm.create_model(name)`` to build the backbone of a dense model.
 
     Args:
         name: a model that timm knows.
-        landmarks: of softfree's backbones; None or ``""``: a fixed number, see :func:`fixed_landmarks`. ``"conv"``
-            is the papers' fixed stride, whose number grows with the image. Other backbones have none.
-        kwargs: further keywords, which win.
+        landmarks: landmarks of softfree's backbones; None or ``""``: a fixed number, see
+            :func:`fixed_landmarks`. ``"conv"`` is the papers' fixed stride, with a number that grows with the
+            image. Other backbones have none.
+        kwargs: further keywords, which take precedence.
     """
     if not timm.is_model(name):
         raise ValueError(
@@ -55,7 +56,7 @@ def backbone_arguments(name: str, landmarks: str | None = None, **kwargs: Any) -
 
 
 def available_reductions(name: str, arguments: dict[str, Any]) -> list[int]:
-    """The reductions of a backbone's maps; raises if it can't be built so, or lacks one of the four."""
+    """The reductions of a backbone's maps; raises if it can't be built this way or lacks one of the four."""
     try:
         with torch.device("meta"):
             whole: Any = timm.create_model(name, features_only=True, **arguments)
@@ -73,8 +74,8 @@ def available_reductions(name: str, arguments: dict[str, Any]) -> list[int]:
 def pretrained_arguments(name: str, checkpoint: Weights, **kwargs: Any) -> dict[str, Any]:
     """Keywords that make timm start ``name`` from ``checkpoint``: a weights file, or a folder with one.
 
-    The classifier in it is left out. Everything else must be there. True: the weights that timm fetches. Without a
-    checkpoint there are none.
+    Its classifier is ignored; everything else must be present. With True, timm downloads the weights. Without
+    a checkpoint there are no keywords.
     """
     if checkpoint is None or checkpoint is False:
         return {}
@@ -84,10 +85,10 @@ def pretrained_arguments(name: str, checkpoint: Weights, **kwargs: Any) -> dict[
     path = Path(checkpoint)
     if path.is_dir():
         _check_task(path)
-        # A run's checkpoint: the moving average of the weights, where one was kept.
+        # A run's checkpoint: the moving average of the weights, if it has one.
         average = path / "ema.safetensors"
         path = average if average.is_file() else path / "model.safetensors"
-    # Read here with weights alone, so that nothing in the file can run when timm reads it.
+    # Read here first, as weights only, so that nothing in the file can run when timm reads it.
     with mistakes_in("backbone_checkpoint"):
         given = read_state_dict(path)
     with torch.device("meta"):
@@ -107,7 +108,7 @@ def pretrained_arguments(name: str, checkpoint: Weights, **kwargs: Any) -> dict[
 
 
 def _check_task(folder: Path) -> None:
-    """Refuse a run's checkpoint whose model is no classifier."""
+    """Refuse a run's checkpoint whose model is not a classifier."""
     metadata = folder / "metadata.json"
     task = read_json(metadata).get("task") if metadata.is_file() else None
     if task not in (None, "classification"):
@@ -117,20 +118,20 @@ def _check_task(folder: Path) -> None:
 
 
 def set_grad_checkpointing(body: Any, enable: bool) -> None:
-    """Turn recomputation on or off in a feature extractor that timm made."""
-    # timm wraps networks that give their features themselves.
+    """Turn recomputation on or off in a feature extractor that timm created."""
+    # timm wraps networks that return their features themselves.
     getattr(body, "model", body).set_grad_checkpointing(enable)
 
 
 class PyramidFeatures(nn.Module):
-    """The maps of a timm backbone at the reductions asked for, channels first.
+    """The maps of a timm backbone at the requested reductions, channels first.
 
     Args:
         name: a model that timm knows, with maps at 1/4, 1/8, 1/16 and 1/32.
         checkpoint: weights to start from, see :func:`pretrained_arguments`.
         reductions: which maps.
-        frozen_bn: keep statistics and scales of the BatchNorms as they are; for pretrained backbones.
-        kwargs: of the backbone, see :func:`backbone_arguments`.
+        frozen_bn: keep the statistics and scales of the BatchNorms unchanged; for pretrained backbones.
+        kwargs: keywords of the backbone, see :func:`backbone_arguments`.
     """
 
     def __init__(
@@ -162,6 +163,6 @@ class PyramidFeatures(nn.Module):
         set_grad_checkpointing(self.body, enable)
 
     def forward(self, image: Tensor) -> list[Tensor]:
-        """(batch, 3, H, W), sides divisible by 32, to (batch, channels, H / r, W / r) for each reduction r."""
+        """(batch, 3, H, W), sides divisible by 32, to (batch, channels, H / r, W / r) per reduction r."""
         maps = self.body(image)
         return [x.permute(0, 3, 1, 2) for x in maps] if self.channels_last else maps

@@ -1,4 +1,4 @@
-"""Batch norms folded into the convolutions before them, for inference."""
+"""Fold batch norms into the convolutions before them, for inference."""
 
 import itertools
 from typing import TypeVar
@@ -12,8 +12,8 @@ Network = TypeVar("Network", bound=nn.Module)
 def fold_batch_norms(network: Network) -> Network:
     """Fold each batch norm that is listed right after a convolution into it, in place.
 
-    The network must be in evaluation mode, and can't be trained further in a sensible way. In ours each such
-    norm does follow its convolution; for networks of others compare the results.
+    The network must be in evaluation mode, and should not be trained further afterwards. In our networks each
+    such norm does follow its convolution. For other networks, compare the results.
 
     Returns:
         the network itself.

@@ -1,7 +1,7 @@
-"""CUDA graphs: work that the host begins in one go, where it would begin every kernel.
+"""CUDA graphs: the host launches all kernels at once instead of one by one.
 
 capture(model, example)            a callable for inference
-CudaGraphs(device).record(body)    any step that waits for no number, see :mod:`softfree.training.step`
+CudaGraphs(device).record(body)    any step that reads no device value, see :mod:`softfree.training.step`
 """
 
 import collections
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-WARM_UP = 3  # calls before a capture, until nothing is set up for the first time
+WARM_UP = 3  # calls before a capture, so that all one-time setup is done
 
 
 class Recorder(Protocol):
-    """What captures calls."""
+    """Captures calls."""
 
     def warm_up(self, body: Callable[[], Any]) -> Any:
-        """Call ``body`` as PyTorch asks for before a capture; return its result."""
+        """Call ``body`` as PyTorch requires before a capture; return its result."""
 
     def record(self, body: Callable[[], Any]) -> Callable[[], Any]:
-        """Capture ``body`` without running it; a call of what comes back runs it and returns its result.
+        """Capture ``body`` without running it; return a function that runs it and returns its result.
 
-        The result's tensors are the same at each call. ``body`` may ask the device for no number, and what it reads
-        and writes must stay where it is.
+        The result consists of the same tensors at each call. ``body`` must not read values from the device,
+        and the memory that it reads and writes must not move.
         """
 
 
 class CudaGraphs:
-    """Captures calls on one device. Their graphs share memory: one may be replayed after the other, in any order."""
+    """Captures calls on one device. The graphs share memory, so only one may run at a time, in any order."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
@@ -48,7 +48,7 @@ class CudaGraphs:
 
     def record(self, body: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as that of a loader which pins memory, may go on meanwhile.
+        # Other threads, such as a data loader's pinning thread, may continue in the meantime.
         with recording(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         ):
@@ -63,12 +63,12 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """``torch.cuda.graph``, after whose failure random numbers of the current device can be drawn as before it."""
+    """``torch.cuda.graph``, but random numbers of the current device still work after a failed capture."""
     try:
         with torch.cuda.graph(graph, **options):
             yield
     except BaseException:
-        # PyTorch leaves the generator's state in the belief that the capture goes on.
+        # PyTorch leaves the generator in a state as if the capture were still running.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())
         raise
@@ -76,13 +76,13 @@ def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(what: str) -> Any:
-    """Inside, an error of a capture becomes a ValueError that says what could not be captured, and why."""
+    """A context in which a capture error becomes a ValueError that says what can't be captured and why."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # The end of a capture that has failed raises an error of its own.
+        # Ending a failed capture raises another error; the original one is its context.
         reason = str(error.__context__ or error).strip().splitlines()[0]
         raise ValueError(f"{what} can't be captured as a CUDA graph ({reason})") from error
 
@@ -101,7 +101,7 @@ class Captured:
         self._note_weights()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives, without a gradient, in memory of its own."""
+        """The model's result, without a gradient, in its own memory."""
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with torch.no_grad():
@@ -128,7 +128,7 @@ class Captured:
             mine.copy_(given, non_blocking=True)
         # A copy: the next call writes to the same place.
         result = tree_map_only(Tensor, torch.clone, replay())
-        # Looked at while the device computes.
+        # Checked while the device computes.
         return self.model(*args, **kwargs) if self._weights_moved() else result
 
     def _capture(self, key: Any, leaves: list[Any], structure: Any) -> None:
@@ -136,14 +136,14 @@ class Captured:
         if len(self.graphs) == self.most:
             self.graphs.popitem(last=False)
         with torch.inference_mode(False):
-            # On an ordinary tensor, which may be written to in any mode.
+            # Ordinary tensors can be written to in any mode.
             static = [torch.clone(x) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(static, structure)
         device = next(x.device for x in static if isinstance(x, Tensor))
 
         def body() -> Any:
             enabled, dtype = _precision(device)
-            # Without its cache: what an autocast outside has kept is gone when the graph is replayed.
+            # Without the cache: tensors cached by an outer autocast are gone when the graph is replayed.
             with torch.autocast(device.type, dtype, enabled, cache_enabled=False):
                 return self.model(*args, **kwargs)
 
@@ -152,12 +152,12 @@ class Captured:
         self.graphs[key] = [x for x in static if isinstance(x, Tensor)], replay
 
     def _note_weights(self) -> None:
-        """Keep hold of the memory that the graphs read: it may not be given away before they are."""
+        """Hold on to the memory that the graphs read, so that it is not freed before they are dropped."""
         self.weights = [*self.model.parameters(), *self.model.buffers()]
         self.kept = [x.detach() for x in self.weights]
 
     def _weights_moved(self) -> bool:
-        """Whether graphs, if there were any, read where the weights no longer lie; they are then dropped."""
+        """Whether the weights have moved in memory; if so, the graphs are dropped."""
         pairs = zip(self.weights, self.kept, strict=True)
         moved = any(x.data_ptr() != y.data_ptr() for x, y in pairs)
         if moved:
@@ -168,22 +168,24 @@ class Captured:
 
 
 def capture(model: nn.Module, *example: Any, most: int = 4) -> Captured:
-    """A callable that does what ``model`` does, in inference, replayed from a CUDA graph on a GPU.
+    """A callable that does what ``model`` does in inference, replayed from a CUDA graph on a GPU.
 
-    For small batches, whose kernels the GPU ends faster than the host begins them. There is a graph for each shape,
-    dtype and layout of the inputs, and each setting of autocast: for those of ``example`` at once, for others from
-    their fourth call on; before that, and for a model in training, the model is called as it is. On a CPU it always
-    is. Results have no gradient, and are the caller's: the next call does not change them.
+    It is for small batches, whose kernels finish faster than the host can launch them. There is one graph for
+    each shape, dtype and layout of the inputs and each autocast setting. The graph for ``example`` is
+    captured at once, others at their fourth call. Before that, for a model in training mode, and on a CPU,
+    the model is called directly. Results have no gradient and belong to the caller: the next call does not
+    change them.
 
-    The graphs read the weights where they lie, so these may change in place (``load_state_dict``); where they have
-    moved (``model.to(...)``), graphs are captured anew. Replaced layers and hooks are not noticed: capture again. Between
-    calls the graphs together keep the memory of one call, that of the largest, and their inputs and results. Under
-    autocast a graph casts the weights at each call; ``model.bfloat16()`` saves that.
+    The graphs read the weights in place, so weights may be changed in place (``load_state_dict``). If they
+    have moved (``model.to(...)``), graphs are captured again. Replaced layers and hooks are not noticed:
+    capture again. Between calls all graphs together keep the memory of the largest call, plus their inputs
+    and results. Under autocast a graph casts the weights at each call; ``model.bfloat16()`` avoids that.
 
     Args:
         model: in ``eval()`` mode.
-        example: arguments as the model takes them, on its device; tensors, or tuples, lists and dicts of them.
-        most: graphs that are kept; beyond, the one used least recently is dropped.
+        example: arguments as the model takes them, on its device; tensors, or tuples, lists and dicts of
+            them.
+        most: number of graphs to keep; beyond that, the least recently used one is dropped.
 
     Example:
         >>> import softfree, timm, torch
@@ -206,7 +208,7 @@ def capture(model: nn.Module, *example: Any, most: int = 4) -> Captured:
 
 
 def _kind(leaf: Any) -> Any:
-    """What of an argument decides on the graph."""
+    """The properties of an argument that determine the graph."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
     return leaf
@@ -217,7 +219,10 @@ def _precision(device: torch.device) -> tuple[bool, torch.dtype]:
 
 
 def _after(event: Any, device: torch.device) -> contextlib.AbstractContextManager:
-    """Inside, this GPU is the current one, and its stream waits for a call on another stream to end."""
+    """A context in which this GPU is the current one.
+
+    Its stream first waits for a call on another stream to end.
+    """
     if device.type != "cuda":
         return contextlib.nullcontext()
     if event is not None:

@@ -1,11 +1,11 @@
-"""A model as a folder in the layout of timm and the Hugging Face Hub.
+"""Save a model as a folder in the layout of timm and the Hugging Face Hub.
 
     FOLDER/  model.safetensors   weights
-             config.json         architecture, arguments, classes, how pictures are prepared
+             config.json         architecture, arguments, classes, preparation of pictures
              README.md           the model card
 
-``timm.create_model("local-dir:FOLDER", pretrained=True)`` loads it after ``import softfree``; pushed to the Hub,
-``timm.create_model("hf-hub:USER/NAME", pretrained=True)``.
+``timm.create_model("local-dir:FOLDER", pretrained=True)`` loads it after ``import softfree``. Once pushed to
+the Hub, ``timm.create_model("hf-hub:USER/NAME", pretrained=True)`` does.
 """
 
 import json
@@ -25,14 +25,14 @@ from softfree.models.registry import is_ours
 def save_for_timm(
     model: nn.Module, folder: Path, metadata: Mapping[str, Any], scores: Mapping[str, Any] = {}
 ) -> float:
-    """Write a classifier into ``folder``; return by how much the model that timm loads from it differs.
+    """Write a classifier into ``folder``; return the largest difference from the model that timm loads.
 
     Args:
-        model: in evaluation, on the CPU.
-        folder: made if it is not there.
-        metadata: of a checkpoint: model, model_kwargs, class_names, img_size, mean, std, crop_pct,
+        model: in evaluation mode, on the CPU.
+        folder: created if it does not exist.
+        metadata: a checkpoint's metadata: model, model_kwargs, class_names, img_size, mean, std, crop_pct,
             interpolation.
-        scores: for the model card, by name.
+        scores: scores for the model card, by name.
     """
     network: Any = model
     side = metadata["img_size"]
@@ -71,7 +71,7 @@ def _save_and_load(
 
 
 def model_card(title: str, metadata: Mapping[str, Any], scores: Mapping[str, Any]) -> str:
-    """README.md: what the model is, what it scored, how it is used."""
+    """The text of README.md: what the model is, what it scored, how to use it."""
     name, names = metadata["model"], metadata.get("class_names", [])
     lines = ["---", "tags:", "- image-classification", "- timm"]
     lines += ["- softfree"] * is_ours(name)

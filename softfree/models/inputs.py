@@ -1,9 +1,9 @@
-"""What exported programs take: named tensors, the sizes left free, and what a file is checked with.
+"""The inputs of exported programs: named tensors, their dynamic sizes, and the sizes to check a file with.
 
 inputs = inputs_of(model, img_size=224)
-inputs.names                # ("image",), or ("tokens", "mask") of a sequence encoder
-inputs.example()            # tensors, one of each name
-inputs.free_sizes()         # of each the dimensions that a file leaves free, as torch.export wants them
+inputs.names                # ("image",), or ("tokens", "mask") for a sequence encoder
+inputs.example()            # tensors, one for each name
+inputs.free_sizes()         # the dynamic dimensions of each, as torch.export wants them
 inputs.checked()            # sizes such as (batch, height, width), for inputs.make(*size)
 """
 
@@ -25,12 +25,12 @@ from softfree.layers.reformer import ReformerAttention
 from softfree.models.boxes import BoxProgram
 from softfree.models.sequence import SequenceClassifier
 
-# Below it the last map of a pyramid has a side of 1, and exporters take a 1 for a constant.
-SMALLEST_FREE = 33  # sides that a file leaves free
+# Below this the last map of a pyramid has a side of 1, which exporters treat as a constant.
+SMALLEST_FREE = 33  # the smallest dynamic side
 WIDEST = 8192
 LARGEST_BATCH = 65536
-DETECTOR_EXAMPLE = (160, 288)  # the coarsest map of a RetinaNet has sides above 1
-SHORTEST = 2  # of a sequence, for the same reason
+DETECTOR_EXAMPLE = (160, 288)  # large enough that the coarsest map of a RetinaNet has sides above 1
+SHORTEST = 2  # length of a sequence, for the same reason
 
 
 class Inputs(ABC):
@@ -38,23 +38,23 @@ class Inputs(ABC):
 
     names: tuple[str, ...]
     axes: str
-    """what the numbers of a size are"""
+    """the meaning of the numbers in a size"""
 
     @abstractmethod
     def make(self, *size: int) -> tuple[Tensor, ...]:
-        """Random inputs of a size, always the same."""
+        """Random inputs of a size, the same at every call."""
 
     @abstractmethod
     def example(self) -> tuple[Tensor, ...]:
-        """What the program is traced with."""
+        """The inputs that the program is traced with."""
 
     @abstractmethod
     def free_sizes(self) -> tuple[dict[int, Any], ...]:
-        """Of each input the dimensions that are left free, with their ranges."""
+        """The dynamic dimensions of each input, with their ranges."""
 
     @abstractmethod
     def checked(self) -> list[tuple[int, ...]]:
-        """Sizes of the inputs that a file is checked with."""
+        """The input sizes that a file is checked with."""
 
     @abstractmethod
     def describe(self, *size: int) -> str:
@@ -65,9 +65,9 @@ class Pictures(Inputs):
     """Images (batch, channels, H, W).
 
     Args:
-        channels: of an image.
-        side: of the images the model was trained on.
-        single: they are taken one at a time, and their sizes are always free.
+        channels: channels of an image.
+        side: side of the images that the model was trained on.
+        single: the model takes one image at a time, and sizes are always dynamic.
     """
 
     names = ("image",)
@@ -115,7 +115,7 @@ class Pictures(Inputs):
 
 
 class Sequences(Inputs):
-    """Tokens (batch, n) int64, or (batch, n, channels) float32, and their mask (batch, n), True for real ones."""
+    """Tokens (batch, n) int64, or (batch, n, channels) float32, and a mask (batch, n), True if real."""
 
     names = ("tokens", "mask")
     axes = "batch x tokens"
@@ -164,7 +164,7 @@ class Sequences(Inputs):
 
 
 def _shortest(module: nn.Module) -> int:
-    """Of the sequences that a module of an encoder takes, as far as exporters can do without constants."""
+    """The shortest sequence for a module of an encoder at which exporters treat no size as a constant."""
     if isinstance(module, AverageLandmarks | ConvLandmarks):
         return module.stride + 1  # two landmarks
     if isinstance(module, FirstLandmarks | RandomLandmarks | SpreadLandmarks) and module.strict:
@@ -173,7 +173,7 @@ def _shortest(module: nn.Module) -> int:
 
 
 def inputs_of(model: nn.Module, img_size: int) -> Inputs:
-    """Those of a model, which takes images of about ``img_size`` pixels unless it is of sequences."""
+    """The inputs of a model: images of about ``img_size`` pixels unless it is a sequence encoder."""
     if isinstance(model, SequenceClassifier):
         return Sequences(model)
     convolution = next(m for m in model.modules() if isinstance(m, nn.Conv2d))

@@ -24,10 +24,10 @@ class SoftVisionTransformer(Backbone):
     """A plain vision transformer of softmax-free blocks (Table 11a of the papers).
 
     Args:
-        img_size: the size its positions are learned at; any other size works, they are resized.
+        img_size: the size that its positions are learned for; they are resized for any other size.
         in_chans, num_classes: as in timm's models; ``global_pool`` is ``"avg"`` or ``""``.
         patch_size: side of a patch; images are padded to a multiple of it.
-        embed_dim, num_heads, depth: of the blocks.
+        embed_dim, num_heads, depth: channels and heads of the blocks, and their number.
         attention, mlp_ratio, attention_options: as in :class:`softfree.models.SoftPyramid`.
         landmarks: as in :class:`softfree.models.SoftPyramid`.
         stride, value_conv: as in :class:`softfree.SoftAttention`; stride 2 gives 49 landmarks at 224².

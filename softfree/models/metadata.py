@@ -1,7 +1,7 @@
-"""What a file says of the model in it, before anything is built from that: ``metadata.json``, ONNX properties.
+"""Checks of a model file's metadata (``metadata.json``, ONNX properties) before a model is built from them.
 
 Such files come from strangers. They may name an architecture and its plain settings, and nothing else: no
-weights to fetch, no file, folder or address, and no network larger than its own weights.
+weights to download, no file, folder or address, and no network larger than its own weights.
 """
 
 import inspect
@@ -21,18 +21,19 @@ from softfree.layers.factory import ATTENTIONS, option_names
 from softfree.models.registry import is_ours
 from softfree.models.sequence import SequenceClassifier
 
-MAX_BYTES = 64 * 2**20  # of a file, most of it names of classes
-MAX_NUMBER = 2**16  # of channels, heads, pixels of a side
-MAX_COUNT = 1000  # of whatever is built or computed one after the other, in all
+MAX_BYTES = 64 * 2**20  # size of a file, most of it class names
+MAX_NUMBER = 2**16  # channels, heads, pixels per side
+MAX_COUNT = 1000  # total number of things that are built or computed one after the other
 COUNTS = re.compile(r"depth|layer|block|stage|step|iteration|round|rep|level|branch|scale")
-MAX_ITEMS, MAX_NESTING = 64, 3  # of lists and mappings
+MAX_ITEMS, MAX_NESTING = 64, 3  # for lists and mappings
 WORD = re.compile(r"[\w.:,+ -]{0,64}")  # no slash: no path, no address
 
-# What timm's models take beside the arguments of their classes, and what is no setting of an architecture.
+# Arguments that timm's models take besides those of their classes, and arguments that are not architecture
+# settings.
 ALWAYS = {"img_size", "num_classes", "in_chans", "global_pool", "drop_rate", "drop_path_rate"}
 NEVER = {"self", "args", "kwargs", "device", "dtype"}
 
-Check = Callable[[Any], str | None]  # of a value: what it must be, None if it is
+Check = Callable[[Any], str | None]  # returns what a value must be, or None if valid
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The mapping that a JSON text is; raises ``ValueError`` for anything else."""
+    """The mapping in a JSON text; raises ``ValueError`` for anything else."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -54,9 +55,9 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def check_fields(source: object, metadata: Mapping[str, Any], required: Iterable[str]) -> None:
-    """Refuse metadata that lack a required field, or have one of another kind than it has to be.
+    """Refuse metadata that lack a required field or have a field of the wrong kind.
 
-    ``source`` is the file, for the message. Fields that are not known are left alone.
+    ``source`` is the file, for the message. Unknown fields are ignored.
     """
     for field in required:
         if field not in metadata:
@@ -69,7 +70,7 @@ def check_fields(source: object, metadata: Mapping[str, Any], required: Iterable
 
 
 def check_buildable(source: object, metadata: Mapping[str, Any]) -> None:
-    """Refuse metadata of a task's checkpoint unless a model can be built from them, and nothing else happen."""
+    """Refuse a checkpoint's metadata unless they only describe a model that can be built."""
     task = metadata["task"]
     check_fields(source, metadata, REQUIRED[task])
     if task == "longrange":
@@ -92,7 +93,7 @@ def check_buildable(source: object, metadata: Mapping[str, Any]) -> None:
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any], source: str = "") -> None:
-    """Refuse arguments of the model ``name`` that are no plain settings of its architecture.
+    """Refuse arguments of the model ``name`` that are not plain settings of its architecture.
 
     Example:
         >>> check_arguments("softpp_tiny", {"depths": (1, 1, 2, 1), "landmarks": "conv:49"})
@@ -105,9 +106,10 @@ def check_arguments(name: str, arguments: Mapping[str, Any], source: str = "") -
 
 
 def argument_names(name: str) -> set[str]:
-    """Names of the settings that the architecture of timm's model ``name`` has.
+    """The names of the architecture settings of timm's model ``name``.
 
-    timm's functions take any keyword. The settings are what the classes beside such a function take.
+    timm's functions take any keyword. The settings are the parameters of the classes in the function's
+    module.
     """
     classes = {
         base
@@ -121,7 +123,7 @@ def argument_names(name: str) -> set[str]:
 
 
 def attention_options() -> set[str]:
-    """Names of the options that attentions have."""
+    """The names of all attentions' options."""
     return set().union(*map(option_names, ATTENTIONS))
 
 
@@ -140,7 +142,7 @@ def _check_named(owner: str, arguments: Any, names: set[str]) -> None:
 
 
 def _plain(value: Any, nesting: int = MAX_NESTING) -> str | None:
-    """Whether a value is data of a size that makes sense."""
+    """What a value must be if it is not plain data of a reasonable size; None if it is."""
     if isinstance(value, list | tuple | dict):
         items: Iterable[Any] = value
         if isinstance(value, dict):
@@ -159,7 +161,7 @@ def _plain(value: Any, nesting: int = MAX_NESTING) -> str | None:
 
 
 def _number_of(value: Any) -> str | None:
-    """The same of something that there are so many of: together no more than can be built."""
+    """The same for a count: its total must not exceed what can be built."""
     if (wanted := _plain(value)) is not None:
         return wanted
     return None if _total(value) <= MAX_COUNT else f"at most {MAX_COUNT:,} in all"
@@ -226,7 +228,7 @@ def _one_of(*words: str) -> Check:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: short, on one line, without what a terminal would obey."""
+    """A value as shown in a message: short, on one line, without terminal control characters."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,6 +1,7 @@
-"""Pyramid backbones: softfree's own, SOFT and SOFT++ (Table 1 of the papers), and the authors' released variant.
+"""Pyramid backbones.
 
-Any attention of :mod:`softfree.layers.factory` can stand in SOFT's place.
+They are softfree's own, SOFT and SOFT++ (Table 1 of the papers), and the authors' released variant. Any
+attention of :mod:`softfree.layers.factory` can be used instead of SOFT.
 
     image -> stem -> [positions -> blocks] -> downsample -> [positions -> blocks] -> ... four stages
 
@@ -51,7 +52,7 @@ class Stage(nn.Module):
             trunc_normal_(self.cls_token, std=0.02)
 
     def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
-        """(batch, H * W, dim) to (batch, H * W, dim), one token more in front with a class token."""
+        """(batch, H * W, dim) to the same shape; a class token, if there is one, is added in front."""
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
         x = self.pos_embed(x, size)
@@ -64,29 +65,30 @@ class SoftPyramid(Backbone):
     """A four-stage vision backbone of softmax-free attention.
 
     Args:
-        img_size: the size its positions are learned at; any other size works, they are resized.
+        img_size: the size that its positions are learned for; they are resized for any other size.
         in_chans: channels of the image.
         num_classes: outputs of the classifier; 0 for none.
         global_pool: ``"token"`` (class token), ``"avg"`` (mean of the image tokens) or ``""``.
         embed_dims, num_heads, depths: per stage.
         attention: ``"softfree"``, ``"softpp"``, ``"soft"``, or a rival for comparison: ``"softmax"``,
-            ``"linformer"``, ``"performer"``, ``"nystromformer"``, ``"agent"``, ``"flatten"``. Of the three settings
-            below a rival takes those it knows.
+            ``"linformer"``, ``"performer"``, ``"nystromformer"``, ``"agent"``, ``"flatten"``. A rival uses
+            those of the next three settings that it has.
         landmarks: sampler and count, e.g. ``"conv"`` (one landmark per window: 49 at 224², more at larger
             images), ``"conv:49"`` (never more than 49), ``"average"``, ``"random:49"``, ``"first:49"``. None:
             ``"average:128"`` for softfree, ``"conv"`` for SOFT and SOFT++.
         strides: side of a landmark's window per stage.
         value_convs: side of the depthwise convolution of V per stage.
         mlp_convs: side of the depthwise convolution of the MLPs' hidden tokens per stage; 0: none.
-        overlap: 3x3 convolutions in stem and downsampling (Table 11b); False: windows side by side.
-        class_token: one token more in stage 4, which ``global_pool="token"`` reads.
-        softmax_last_stage: stage 4 of pre-norm softmax blocks, as in the authors' released models.
+        overlap: 3x3 convolutions in stem and downsampling (Table 11b); False: windows that do not overlap.
+        class_token: an additional token in stage 4, which ``global_pool="token"`` reads.
+        softmax_last_stage: stage 4 consists of pre-norm softmax blocks, as in the authors' released models.
         pre_norm: norm before each branch, in all stages, instead of after the sum as in the papers.
-        mlp_ratio: hidden channels of the MLPs over channels; None: 4, but 3.5 with a rival, whose separate
-            keys take as many parameters, so that all attentions have the same budget.
+        mlp_ratio: hidden channels of the MLPs over channels; None: 4, or 3.5 for rivals with separate keys,
+            which take as many parameters, so that all attentions have the same budget.
         drop_rate, proj_drop_rate, drop_path_rate: as in timm's models.
-        attention_options: every other keyword is one of the attention, of all stages: ``iterations=10`` or
-            ``landmark_gain=0.25`` of :class:`softfree.SoftAttention`, ``kernel="relu"`` of the Performer.
+        attention_options: every other keyword is passed to the attention of all stages, such as
+            ``iterations=10`` or ``landmark_gain=0.25`` of :class:`softfree.SoftAttention`, ``kernel="relu"``
+            of the Performer.
     """
 
     parts = "stages"
@@ -200,7 +202,7 @@ class SoftPyramid(Backbone):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Parameter groups for layer-wise learning rates: stem, then stages or their blocks, then head."""
-        # 99999 stands, in timm, for the group before: downsampling i goes with the end of stage i.
+        # In timm, 99999 means the preceding group: downsampling i belongs to the end of stage i.
         downsamples = (r"^downsamples\.(\d+)", (99999,))
         if coarse:
             return dict(stem=r"^stem", blocks=[(r"^stages\.(\d+)", None), downsamples])
@@ -215,7 +217,7 @@ class SoftPyramid(Backbone):
         )
 
 
-# What our own models have beside their attention: tokens see their neighbours in the MLP, not in the values.
+# Settings of our own models besides the attention: tokens see their neighbours in the MLP, not in the values.
 OWN: dict[str, Any] = dict(
     attention="softfree", global_pool="avg", class_token=False,
     value_convs=(0, 0, 0, 0), mlp_convs=(3, 3, 3, 3),

@@ -1,8 +1,8 @@
 """Mask R-CNN's steps between its networks, and RetinaNet's losses, for all pictures of a batch at once.
 
-torchvision's parts take the pictures one by one, in dozens of small operations each, and wait for the GPU after
-many of them: a GPU that is free then waits for the host. These give the same results. Where torchvision draws
-samples at random, other ones are drawn, by the same rule.
+torchvision's versions process the pictures one by one, in dozens of small operations each, and wait for the
+GPU after many of them, so that an idle GPU waits for the host. These give the same results. Where torchvision
+draws random samples, they draw different ones by the same rule.
 
     RegionProposals   anchors to proposals, and their losses
     RegionHeads       proposals to objects, and their losses
@@ -27,14 +27,14 @@ from torchvision.ops import MultiScaleRoIAlign, batched_nms, nms, roi_align
 from torchvision.ops.poolers import _setup_scales
 
 Targets = list[dict[str, Tensor]]
-# Overlaps to compute at a time: more of them than this would take gigabytes.
+# Overlaps to compute at a time; more would take gigabytes.
 OVERLAPS = 2**25
 SMALLEST_OBJECT = 1e-2
-FOCAL_SHARE = 0.25  # of classes that are there, in the focal loss; torchvision's
+FOCAL_SHARE = 0.25  # weight of classes that are present in the focal loss, as in torchvision
 
 
 class RegionProposals(RegionProposalNetwork):
-    """torchvision's region proposal network; only the suppression of overlaps takes pictures one by one."""
+    """torchvision's region proposal network; only the suppression of overlaps runs picture by picture."""
 
     def filter_proposals(
         self,
@@ -51,9 +51,9 @@ class RegionProposals(RegionProposalNetwork):
         limits = _limits(proposals, image_shapes)[:, None]
         boxes = torch.minimum(_take(proposals, index).clamp(min=0), limits)
         sound = _has_sides(boxes, self.min_size) & (scores >= self.score_thresh)
-        # What is not sound comes last and suppresses nothing.
+        # Invalid boxes come last and suppress nothing.
         scores = scores.masked_fill(~sound, -1)
-        # No box reaches beyond its picture, so these of different levels do not touch.
+        # No box extends beyond its picture, so shifted boxes of different levels do not touch.
         apart = boxes + (level * (limits.max() + 1))[:, None]
         kept = [
             nms(own, own_scores, self.nms_thresh)[: self.post_nms_top_n()] + number * len(level)
@@ -69,7 +69,7 @@ class RegionProposals(RegionProposalNetwork):
         self, anchors: list[Tensor], targets: Targets
     ) -> tuple[list[Tensor], list[Tensor]]:
         boxes, labels = pad_targets(targets)
-        # The anchors of all pictures are the same.
+        # All pictures have the same anchors.
         matched, kinds = match(boxes, labels >= 0, anchors[0][None], self.proposal_matcher)
         return list(kinds), list(_take(boxes, matched))
 
@@ -89,7 +89,7 @@ class RegionProposals(RegionProposalNetwork):
         )
         deltas = _take(pred_bbox_deltas.reshape(len(labels), -1, 4), index)
         wanted = _take(torch.stack(list(regression_targets)), index)
-        # Of what is no object, nothing is wanted.
+        # Samples that are not objects have no box loss.
         wanted = torch.where(kinds[..., None] > 0, wanted, deltas.detach())
         box_loss = F.smooth_l1_loss(deltas, wanted, beta=1 / 9, reduction="sum")
         return losses.masked_fill(kinds < 0, 0).sum() / count, box_loss / count
@@ -110,7 +110,7 @@ class RegionHeads(RoIHeads):
         self.check_targets(targets)
         assert targets is not None
         regions, matched, labels, truth = self.draw_regions(proposals, targets)
-        # Objects come first, then the background, then what fills up.
+        # Objects come first, then the background, then padding.
         lengths, objects = torch.stack([(labels >= 0).sum(1), (labels > 0).sum(1)]).tolist()
         regions_of = _first(regions, lengths)
         box_features = self.box_head(self.box_roi_pool(features, regions_of, image_shapes))
@@ -133,9 +133,10 @@ class RegionHeads(RoIHeads):
     def draw_regions(
         self, proposals: list[Tensor], targets: Targets
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Regions to train on (n, S, 4), the object each matches, its label, and that object's box (n, S, 4).
+        """Regions to train on, the objects that they match, their labels, and the objects' boxes.
 
-        A label of 0 is the background, of -1 no region: a picture may have too few.
+        Regions and boxes are (n, S, 4). Label 0 is the background. Label -1 means that there is no region,
+        because a picture may have too few.
         """
         boxes, labels = pad_targets(targets)
         boxes = boxes.to(proposals[0].dtype)
@@ -159,7 +160,7 @@ class RegionHeads(RoIHeads):
         picture = _picture_of(proposals)
         # The background's column is left out.
         scores = class_logits.softmax(-1)[:, 1:]
-        # Given a shape, since that of no box at all lacks an axis.
+        # Reshaped explicitly, because the result lacks an axis if there are no boxes.
         boxes = self.box_coder.decode(box_regression, proposals)
         boxes = boxes.reshape(*class_logits.shape, 4)[:, 1:]
         limits = _limits(boxes, image_shapes)[picture][:, None]
@@ -177,7 +178,7 @@ class RegionHeads(RoIHeads):
 
 
 class RegionAlign(MultiScaleRoIAlign):
-    """torchvision's, but the host learns how many regions each level has all at once."""
+    """torchvision's ``MultiScaleRoIAlign``, but the host learns the region counts of all levels at once."""
 
     def forward(
         self, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]
@@ -208,17 +209,19 @@ def dense_losses(
     matcher: Matcher,
     coder: BoxCoder,
 ) -> dict[str, Tensor]:
-    """RetinaNet's losses of ``cls_logits`` (n, P, classes) and ``bbox_regression`` (n, P, 4) at anchors (P, 4).
+    """RetinaNet's losses: ``cls_logits`` (n, P, classes) and ``bbox_regression`` (n, P, 4) at anchors (P, 4).
 
-    Focal loss of the classes and the distance |.| of the boxes, over each picture's number of matched anchors; means
-    of the pictures. Anchors that match neither clearly count in neither.
+    They are the focal loss of the classes and the L1 distance of the boxes, each divided by a picture's
+    number of matched anchors, averaged over the pictures. Anchors that match neither an object nor the
+    background clearly count in neither loss.
     """
     boxes, labels = pad_targets(targets)
     matched, kinds = match(boxes, labels >= 0, anchors[None], matcher)
     found = kinds > 0
     count = found.sum(1).clamp(min=1)
     logits, deltas = outputs["cls_logits"], outputs["bbox_regression"]
-    # As if no class were there, without a tensor of that size to say so; then what the classes that are there change.
+    # First the loss as if no class were present, which needs no target tensor of that size; then the change
+    # due to the classes that are present.
     absent = _focal(logits, 1 - FOCAL_SHARE).sum(2).masked_fill(kinds < 0, 0).sum(1)
     own = logits.gather(2, labels.gather(1, matched).clamp(min=0)[..., None])[..., 0]
     change = _focal(-own, FOCAL_SHARE) - _focal(own, 1 - FOCAL_SHARE)
@@ -226,22 +229,22 @@ def dense_losses(
     wanted = coder.encode_single(
         _take(boxes, matched).flatten(0, 1), anchors.repeat(len(targets), 1)
     ).view_as(deltas)
-    # Of what is no object, nothing is wanted.
+    # Anchors that match no object have no box loss.
     wanted = torch.where(found[..., None], wanted, deltas.detach())
     distances = (deltas - wanted).abs().sum((1, 2)) / count
     return {"classification": classes.mean(), "bbox_regression": distances.mean()}
 
 
 def _focal(logits: Tensor, share: float) -> Tensor:
-    """The focal loss of classes that are not there; of -logits that of classes that are."""
+    """The focal loss of classes that are absent; with -logits, that of classes that are present."""
     return share * F.softplus(logits) * logits.sigmoid().square()
 
 
 def pad_targets(targets: Targets) -> tuple[Tensor, Tensor]:
-    """Boxes (n, G, 4) and labels (n, G) of pictures with up to G objects; a label of -1: no object."""
+    """Boxes (n, G, 4) and labels (n, G) of pictures with up to G objects; label -1 means no object."""
     boxes = [target["boxes"] for target in targets]
     labels = [target["labels"] for target in targets]
-    # One more, so that G is at least 1.
+    # One extra entry, so that G is at least 1.
     boxes.append(boxes[0].new_zeros(1, 4))
     labels.append(labels[0].new_zeros(1))
     padded = pad_sequence(boxes, batch_first=True)
@@ -251,12 +254,12 @@ def pad_targets(targets: Targets) -> tuple[Tensor, Tensor]:
 def match(
     boxes: Tensor, real: Tensor, candidates: Tensor, matcher: Matcher
 ) -> tuple[Tensor, Tensor]:
-    """Which object each candidate matches best, (n, P), and whether: 1 yes, 0 none, -1 neither clearly.
+    """The object that each candidate matches best, (n, P), and whether it matches: 1 yes, 0 no, -1 unclear.
 
     Args:
-        boxes: objects (n, G, 4), of which those in ``real`` (n, G) count.
+        boxes: objects (n, G, 4); only those that are True in ``real`` (n, G) count.
         candidates: (n, P, 4), or (1, P, 4) if all pictures have the same.
-        matcher: torchvision's, whose thresholds decide.
+        matcher: torchvision's matcher, whose thresholds decide.
     """
     candidates = candidates.expand(len(boxes), -1, -1)
     step = max(1, OVERLAPS // (boxes.shape[1] * candidates.shape[1]))
@@ -275,10 +278,10 @@ def match(
 
 
 def sample(labels: Tensor, sampler: BalancedPositiveNegativeSampler) -> tuple[Tensor, Tensor]:
-    """Places and labels (n, S) of a sample from labels (n, P): objects, > 0, first, then background, 0.
+    """Positions and labels (n, S) of a sample from labels (n, P): objects (> 0) first, then background (0).
 
-    As many objects as the sampler wants, or there are; background in the other places. Where there is too
-    little, labels are -1.
+    It has as many objects as the sampler wants, or as there are, and background in the remaining positions.
+    If there is too little of both, the remaining labels are -1.
     """
     size, most = (
         min(int(wanted), labels.shape[1])
@@ -318,12 +321,12 @@ def _limits(like: Tensor, image_shapes: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _has_sides(boxes: Tensor, length: float) -> Tensor:
-    """Whether both sides are at least this long; not those of NaN."""
+    """Whether both sides are at least this long; False for NaN."""
     return (boxes[..., 2:] - boxes[..., :2] >= length).all(-1)
 
 
 def _picture_of(boxes: Sequence[Tensor]) -> Tensor:
-    """The number of the picture that each box of the lists is from."""
+    """The index of the picture that each box belongs to."""
     lengths = torch.tensor([len(own) for own in boxes])
     return torch.arange(len(boxes)).repeat_interleave(lengths).to(boxes[0].device)
 

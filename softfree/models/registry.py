@@ -1,4 +1,4 @@
-"""How the families reach timm: one entry in its registry per name."""
+"""Registration of the model families with timm: one entry in its registry per name."""
 
 import sys
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def is_ours(name: str) -> bool:
 
 
 def has_weights(arguments: Mapping[str, Any]) -> bool:
-    """Whether keywords of timm's name weights, ours have none of their own."""
+    """Whether timm's keywords name weights; our models come without any."""
     config = arguments.get("pretrained_cfg")
     config = {} if config is None else config if isinstance(config, dict) else vars(config)
     known = {**config, **(arguments.get("pretrained_cfg_overlay") or {})}
@@ -27,7 +27,7 @@ def has_weights(arguments: Mapping[str, Any]) -> bool:
 
 
 def default_cfg(first_conv: str) -> dict[str, Any]:
-    """What timm's tools (data pipelines, fine-tuning) want to know of a model."""
+    """The information about a model that timm's tools (data pipelines, fine-tuning) need."""
     return {
         "url": "",
         "num_classes": 1000,
@@ -50,9 +50,9 @@ def register(
     arguments: dict[str, Any],
     default_out_indices: int | tuple[int, ...],
 ) -> None:
-    """Make ``timm.create_model(name)`` build ``model_class(**arguments)``, keywords overriding them.
+    """Make ``timm.create_model(name)`` build ``model_class(**arguments)``; keywords override the arguments.
 
-    The module of ``model_class`` must have its ``default_cfgs`` by then: timm looks them up there.
+    The module of ``model_class`` must already have its ``default_cfgs``, because timm looks them up there.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
@@ -84,5 +84,5 @@ def register(
     create.__module__ = model_class.__module__
     create.__doc__ = f"{name}: a {model_class.__name__}, which documents the keywords."
     register_model(create)
-    # timm lists the name in the module's __all__, so it has to be there.
+    # timm adds the name to the module's __all__, so the module must have it.
     setattr(sys.modules[model_class.__module__], name, create)

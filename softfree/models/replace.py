@@ -1,4 +1,4 @@
-"""Softmax attention of other people's models replaced by ours, layer by layer."""
+"""Replace the softmax attention of existing models by ours, layer by layer."""
 
 import fnmatch
 import math
@@ -20,7 +20,7 @@ from softfree.layers.torch_interface import (
 )
 
 COLUMNS = 80
-# Other people's attentions have such names.
+# Class names of other attentions match this.
 ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
 
 
@@ -61,23 +61,24 @@ def replace_attention(
 ) -> Report:
     """Replace the softmax attentions of a model by softmax-free ones, in place.
 
-    timm's ``Attention`` (ViT, DeiT, DINOv2 and others) and ``nn.MultiheadAttention``, also in ``nn.TransformerEncoder``.
-    Weights of queries, values and the output are taken over; those of keys go, since queries are the keys.
-    Outputs change: the model has to be trained further.
+    Supported are timm's ``Attention`` (ViT, DeiT, DINOv2 and others) and ``nn.MultiheadAttention``, including
+    those in ``nn.TransformerEncoder``. The weights of queries, values and output are kept. Those of keys are
+    dropped, because queries become the keys. Outputs change, so the model has to be trained further.
 
     Args:
-        model: any module that contains them.
-        grid: landmarks are means of areas of the image, whose size comes from the model's ``patch_embed``; otherwise
-            of stretches of the sequence, as in ``nn.MultiheadAttention`` and in models that have no such module.
-        skip: layers to leave alone, by globs of their names: ``"blocks.0.*"``.
-        options: settings of :class:`softfree.SoftAttention`. By default normed queries, learned bandwidths, at most 49
-            means of tokens and prefix tokens as landmarks, ``inverse="solve"``.
+        model: any module that contains such layers.
+        grid: landmarks are means of image areas, and the image's size comes from the model's ``patch_embed``.
+            If False, or for ``nn.MultiheadAttention`` and models without ``patch_embed``, they are means of
+            stretches of the sequence.
+        skip: layers to leave unchanged, as globs of their names: ``"blocks.0.*"``.
+        options: settings of :class:`softfree.SoftAttention`. By default: normed queries, learned bandwidths,
+            at most 49 means of tokens plus the prefix tokens as landmarks, ``inverse="solve"``.
 
     Returns:
-        What was replaced, what was not, and why.
+        A report of what was replaced, what was not, and why.
 
     Raises:
-        ValueError: there is nothing to replace; it says what there is instead.
+        ValueError: there is nothing to replace; the message lists what was found instead.
 
     Example:
         >>> import softfree, timm
@@ -118,10 +119,10 @@ def replace_attention(
 
 
 class Patches:
-    """Where a model's patches lie: the (H, W) behind the tokens that its attentions see.
+    """The patch grid of a model: the (H, W) of the tokens that its attentions see.
 
-    Kept in each replaced layer. It is the hook, too, that notes the size of what a model of changing image sizes is
-    given; as an object, so that copies of the model have their own.
+    Each replaced layer holds it. It is also the hook that notes the image size, for models that take varying
+    sizes. It is an object so that copies of the model get their own.
     """
 
     def __init__(self, model: nn.Module):
@@ -131,12 +132,12 @@ class Patches:
 
     @property
     def usual(self) -> tuple[int, int] | None:
-        """At the image size that the model was built for."""
+        """The grid at the image size that the model was built for."""
         found = getattr(self.embed, "grid_size", None)
         return tuple(found) if found is not None and len(found) == 2 else None
 
     def watch(self) -> None:
-        """Note the sizes of images, if they may change."""
+        """Note the image size at each call, if it may change."""
         if hasattr(self.embed, "dynamic_feat_size") and not getattr(
             self.embed, "strict_img_size", True
         ):
@@ -147,7 +148,7 @@ class Patches:
         self.seen = embed.dynamic_feat_size((height, width))
 
     def size(self, tokens: int) -> tuple[int, int]:
-        """(H, W) of so many tokens; one row of those after the prefix where no image has as many."""
+        """(H, W) for ``tokens`` tokens; a single row of those after the prefix if no known grid fits."""
         for size in (self.seen, self.usual):
             if size is not None and math.prod(size) == tokens - self.prefix:
                 return size
@@ -155,7 +156,7 @@ class Patches:
 
 
 class TimmSoftAttention(nn.Module):
-    """timm's ``Attention`` with softmax-free attention: called with tokens alone, (batch, tokens, channels)."""
+    """Softmax-free attention called like timm's ``Attention``, with tokens (batch, tokens, channels)."""
 
     def __init__(self, attention: SoftAttention, patches: Patches | None, proj_drop: nn.Module):
         super().__init__()
@@ -165,7 +166,7 @@ class TimmSoftAttention(nn.Module):
 
     @classmethod
     def of(cls, softmax: Any, patches: Patches | None, options: dict[str, Any]) -> nn.Module:
-        """In the place of timm's, with its weights."""
+        """Replace timm's layer, taking over its weights."""
         weight, bias = softmax.qkv.weight, softmax.qkv.bias
         dim = weight.shape[1]
         attention = SoftAttention(
@@ -187,7 +188,7 @@ class TimmSoftAttention(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """``attn_mask`` may say which keys to attend to, the same for all queries: (batch, 1, 1, tokens)."""
+        """``attn_mask`` may select the keys to attend to, the same for all queries: (batch, 1, 1, tokens)."""
         if is_causal:
             raise ValueError(f"is_causal: {NOT_CAUSAL}")
         size = None if self.patches is None else self.patches.size(x.shape[1])
@@ -195,7 +196,7 @@ class TimmSoftAttention(nn.Module):
 
 
 def _keys_to_keep(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """(batch, tokens) from timm's mask, True or 0 at keys to attend to."""
+    """A mask (batch, tokens) from timm's mask, which is True or 0 at keys to attend to."""
     if mask is None:
         return None
     if mask.ndim < 3 or math.prod(mask.shape[1:-1]) != 1:
@@ -228,7 +229,7 @@ def _note(layer: nn.Module, patches: Patches | None) -> str:
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers that are an attention of softmax by their class or its name, none inside another."""
+    """Layers that are softmax attentions, judging by their class or its name; none inside another."""
     inside: tuple[str, ...] = ()
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if name.startswith(inside) and inside:
@@ -280,7 +281,7 @@ def _named(name: str, globs: Iterable[str]) -> bool:
 
 
 def _grouped(layers: Iterable[Layer]) -> Iterator[str]:
-    """A line for layers that differ by a number alone: blocks.0-11.attn."""
+    """One line for layers that differ only by a number: blocks.0-11.attn."""
     groups: dict[tuple[str, str, str], list[list[str]]] = {}
     for name, kind, note in layers:
         key = (re.sub(r"\d+", "{}", name), kind, note)

@@ -1,4 +1,7 @@
-"""UPerNet, segmentation-models-pytorch's, or a linear head on any timm backbone with four maps; inference at any size."""
+"""segmentation-models-pytorch's UPerNet, or a linear head, on any timm backbone with four maps.
+
+Inference works at any size.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,15 +28,16 @@ LARGEST_STRIDE = 32
 
 
 class Segmenter(nn.Module):
-    """A backbone and what makes logits of its maps. Use :func:`upernet` or :func:`linear`.
+    """A backbone and a decoder that turns its maps into logits. Use :func:`upernet` or :func:`linear`.
 
-    In evaluation it gives logits at a quarter of the image's size; in training also those of the auxiliary
-    head, at 1/16, or None where there is no such head.
+    In evaluation it returns logits at a quarter of the image's size. In training it also returns those of the
+    auxiliary head at 1/16, or None if there is no such head.
 
     Args:
-        network: has ``encoder`` (image to maps), ``decoder`` (maps to a map at 1/4) and ``segmentation_head``.
-        num_classes: of the logits.
-        auxiliary: from the third map, at 1/16, to logits.
+        network: has ``encoder`` (image to maps), ``decoder`` (maps to a map at 1/4) and
+            ``segmentation_head``.
+        num_classes: number of classes.
+        auxiliary: head from the third map, at 1/16, to logits.
     """
 
     def __init__(self, network: Any, num_classes: int, auxiliary: nn.Module | None = None):
@@ -75,7 +79,7 @@ class UPerNet(Segmenter):
 
 
 class LinearDecoder(nn.Module):
-    """Maps at 1/4, 1/8, ... to logits at 1/4: those of a linear layer on each map, added up where they lie."""
+    """Maps at 1/4, 1/8, ... to logits at 1/4: the sum of a linear layer on each map, upsampled to 1/4."""
 
     def __init__(self, channels: Sequence[int], num_classes: int):
         super().__init__()
@@ -90,7 +94,7 @@ class LinearDecoder(nn.Module):
 
 
 class LinearNetwork(nn.Module):
-    """A backbone under a :class:`LinearDecoder`, with the parts that a :class:`Segmenter` asks for."""
+    """A backbone with a :class:`LinearDecoder`, in the form that a :class:`Segmenter` needs."""
 
     def __init__(self, encoder: Any, num_classes: int):
         super().__init__()
@@ -112,7 +116,7 @@ def upernet(
 
     Args:
         backbone: such as ``"softfree_small"``.
-        num_classes: classes, the background one of them if it is one.
+        num_classes: number of classes, including the background if it is a class.
         width: channels of the decoder; the auxiliary head has half as many.
         backbone_checkpoint, frozen_bn, backbone_kwargs: see :func:`softfree.detection.retinanet`.
 
@@ -148,7 +152,9 @@ def linear(
     frozen_bn: bool = False,
     backbone_kwargs: dict[str, Any] | None = None,
 ) -> Segmenter:
-    """A linear layer on each of a timm backbone's maps at 1/4, 1/8, 1/16 and 1/32, added up: what the maps say by themselves.
+    """A linear layer on each of a timm backbone's maps at 1/4, 1/8, 1/16 and 1/32, added up.
+
+    It shows what the maps contain by themselves.
 
     Args:
         backbone, num_classes, backbone_checkpoint, frozen_bn, backbone_kwargs: see :func:`upernet`.
@@ -172,7 +178,7 @@ def linear(
 def _encoder_arguments(
     backbone: str, checkpoint: Weights, kwargs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Of the backbone, checked, as segmentation-models-pytorch takes them."""
+    """The checked arguments of the backbone, as segmentation-models-pytorch takes them."""
     arguments = backbone_arguments(backbone, **(kwargs or {}))
     available_reductions(backbone, arguments)
     weights = pretrained_arguments(backbone, checkpoint, **arguments)
@@ -185,11 +191,11 @@ def segment(
     """Logits (batch, classes, H, W) of normalised images (batch, 3, H, W).
 
     Args:
-        model: gives logits at a quarter of the size, in evaluation mode.
+        model: returns logits at a quarter of the size; in evaluation mode.
         image: of any size.
         window: side of the windows that slide over the image; their logits are averaged where they
             overlap. None: the whole image at once.
-        step: from window to window, at most ``window``; two thirds of it if not given.
+        step: distance between windows, at most ``window``; None: two thirds of it.
     """
     if window is None:
         return resize_logits(model(image), image.shape[-2:])
@@ -216,13 +222,13 @@ def segment(
 def resize_logits(
     logits: Tensor, size: tuple[int, int] | torch.Size, stride: int = STRIDE
 ) -> Tensor:
-    """Logits at 1/``stride`` of an image of this size, in float32 at its size."""
+    """Upsample logits from 1/``stride`` of the image to its full ``size``, in float32."""
     resized = F.interpolate(logits.float(), scale_factor=stride, mode="bilinear")
     return resized[..., : size[0], : size[1]]
 
 
 def _starts(length: int, window: int, step: int) -> list[int]:
-    """Where windows begin that cover ``length``; the last ends with it."""
+    """The starts of windows that cover ``length``; the last one ends with it."""
     last = max(0, length - window)
     return sorted({*range(0, last, step), last})
 
@@ -231,7 +237,7 @@ def _crop(logits: Tensor, height: int, width: int, stride: int) -> Tensor:
     """The part of padded logits that covers the image."""
     rows, columns = window_grid((height, width), (stride, stride))
     if exporting():
-        # Whether a slice leaves anything out would become a constant of the program.
+        # With a slice, whether it leaves anything out would become a constant of the program.
         for dim, count in ((2, rows), (3, columns)):
             logits = logits.index_select(dim, torch.arange(count, device=logits.device))
         return logits

@@ -2,8 +2,8 @@
 
 tokens -> embedding + learned positions -> pre-norm blocks -> mean of the real tokens -> MLP -> classes
 
-It is that of the Nyströmformer's comparison, which the SOFT papers took: 2 blocks of 64 channels, 2 heads,
-an MLP of 128. One difference: there the mean counts the padding, too, so that logits depend on it.
+It is the encoder of the Nyströmformer's comparison, which the SOFT papers used: 2 blocks with 64 channels, 2
+heads and an MLP of 128. One difference: there the mean includes the padding, so that logits depend on it.
 """
 
 from typing import Any, Literal
@@ -17,8 +17,9 @@ from softfree.models.checks import check_at_least
 
 Pooling = Literal["mean", "cls", "none"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "none")
-# The SOFT papers' settings for sequences, and those of the Nyströmformer's comparison for its rivals. SOFT's gain
-# is ours: without it what the layer adds is large and nearly the same for all tokens, and it hardly learns ListOps.
+# The SOFT papers' settings for sequences, and those of the Nyströmformer's comparison for the rivals. SOFT's
+# gain is ours: without it the layer's output is large and nearly the same for all tokens, and it hardly
+# learns ListOps.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "softfree": dict(landmarks="average:256", stride=4, landmark_norm=True),
     "soft": dict(landmarks="average", stride=4, query_gain=2),
@@ -33,24 +34,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class SequenceClassifier(nn.Module):
-    """Classes of token sequences, of pairs of them, or of each of their tokens.
+    """Classify token sequences, pairs of them, or each of their tokens.
 
-    A pair goes through one encoder; its features a and b become ``[a, b, a * b, a - b]``.
+    Both sequences of a pair go through one encoder; their features a and b become ``[a, b, a * b, a - b]``.
 
     Args:
         vocab_size: number of different tokens, padding included; 0 with ``channels``.
-        length: of the longest sequence; one position is learned for each of its tokens.
-        num_classes: classes.
-        attention: any name of :func:`softfree.layers.create_attention`.
-        dim, depth, num_heads, mlp_dim: of the blocks.
+        length: length of the longest sequence; one position is learned for each of its tokens.
+        num_classes: number of classes.
+        attention: any name that :func:`softfree.layers.create_attention` takes.
+        dim, depth, num_heads, mlp_dim: channels, number, heads and hidden channels of the blocks.
         mlp_conv: length of a depthwise convolution of the MLPs' hidden tokens; 0: none.
-        dropout: after the embedding, the attention, and twice in the MLP.
-        pooling: ``"mean"`` of the real tokens, ``"cls"``: a class token before them, or ``"none"``: classes of
-            each token.
+        dropout: dropout after the embedding, after the attention, and twice in the MLP.
+        pooling: ``"mean"`` of the real tokens; ``"cls"``, a class token before them; or ``"none"``, classes
+            for each token.
         pair: samples are pairs, (batch, 2, tokens).
-        channels: above 0, a token is so many numbers: (batch, tokens, channels).
-        attention_options: every other keyword is one of the attention; what is not given is as in ``DEFAULTS``.
-            There SOFT has one landmark per window of 4 tokens, 500 for 2000 of them; ``stride=32`` gives fewer.
+        channels: if above 0, a token consists of this many numbers: (batch, tokens, channels).
+        attention_options: every other keyword is passed to the attention; the defaults are in ``DEFAULTS``.
+            There SOFT has one landmark per window of 4 tokens, which is 500 for 2000 tokens; ``stride=32``
+            gives fewer.
 
     Example:
         >>> import torch
@@ -128,9 +130,9 @@ class SequenceClassifier(nn.Module):
         return {"embedding.weight", "positions", "class_token"}
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """tokens and mask (batch, n), or (batch, 2, n) for pairs, to logits (batch, num_classes).
+        """Tokens and mask (batch, n), or (batch, 2, n) for pairs, to logits (batch, num_classes).
 
-        Without pooling they are (batch, n, num_classes).
+        Without pooling the logits are (batch, n, num_classes).
         """
         shape = "(batch, 2, tokens)" if self.pair else "(batch, tokens)"
         if self.channels:
@@ -145,7 +147,10 @@ class SequenceClassifier(nn.Module):
         return self.head(torch.cat([a, b, a * b, a - b], -1))
 
     def forward_features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, n) to one vector per sequence, (batch, dim), or without pooling per token, (batch, n, dim)."""
+        """Tokens (batch, n) to one vector per sequence, (batch, dim).
+
+        Without pooling, per token, (batch, n, dim).
+        """
         if tokens.shape[1] > self.length:
             raise ValueError(
                 f"tokens: the model takes sequences of at most {self.length}, got {tokens.shape[1]}"

@@ -1,10 +1,10 @@
-"""Test-time augmentation: a picture is shown at several sizes and mirrored, and the answers are merged.
+"""Test-time augmentation: a picture is shown at several sizes and mirrored, and the results are merged.
 
     views = Views((0.75, 1.0, 1.25), mirrored=True)     six ways to show a picture
     AveragedClassifier(network, views)                  a classifier that sees them all
 
-Segmenters average their classes' probabilities over the views, too (:mod:`softfree.training.segmentation`); of what
-detectors find in them the best are kept (:mod:`softfree.training.detection`).
+Segmenters also average their class probabilities over the views (:mod:`softfree.training.segmentation`).
+Detectors keep the best detections from all views (:mod:`softfree.training.detection`).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass(frozen=True)
 class Views:
-    """How a picture is shown: at each scale as it is and, if asked for, mirrored from left to right.
+    """How a picture is shown: at each scale unchanged and, if ``mirrored``, also flipped left to right.
 
     Example:
         >>> list(Views((1.0, 0.5), mirrored=True))
@@ -30,7 +30,7 @@ class Views:
 
     @classmethod
     def of(cls, tta: bool, tta_scales: Sequence[float]) -> "Views":
-        """The views that a user asks for; no scale: the size alone that the model is used to."""
+        """The views that a user asks for; without scales, only the model's usual size."""
         if wrong := [scale for scale in tta_scales if not 0 < scale < math.inf]:
             raise ValueError(f"`tta_scales` must be above 0, got {wrong[0]:g}")
         return cls(tuple(dict.fromkeys(tta_scales)) or (1.0,), tta)
@@ -45,10 +45,10 @@ class Views:
         return len(self.scales) * (1 + self.mirrored)
 
     def loaded_at(self, side: int) -> tuple[int, "Views"]:
-        """The side at which to load pictures that are seen at ``side``, and the views of those.
+        """The side at which to load pictures that are seen at ``side``, and the views of the loaded pictures.
 
-        It is that of the largest view, which would otherwise be enlarged from a smaller copy. A side of 0, pictures
-        as they are, stays.
+        It is the side of the largest view, which would otherwise be enlarged from a smaller copy. A side of
+        0, which means pictures at their own size, stays 0.
 
         Example:
             >>> Views((0.5, 1.0, 2.0)).loaded_at(512)
@@ -61,7 +61,7 @@ class Views:
         return round(side * largest), dataclasses.replace(self, scales=scales)
 
     def show(self, images: Tensor) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """The views of pictures (b, 3, H, W), each with what turns a map of it back."""
+        """The views of pictures (b, 3, H, W), each with a function that turns a map of the view back."""
         for scale, mirrored in self:
             shown = rescale(images, scale)
             yield (mirror(shown), mirror) if mirrored else (shown, lambda x: x)
@@ -84,7 +84,7 @@ def mirror(images: Tensor) -> Tensor:
 
 
 class AveragedClassifier(nn.Module):
-    """A classifier (b, 3, H, W) -> (b, classes) whose outputs are logarithms of its mean probabilities over the views.
+    """A classifier (b, 3, H, W) -> (b, classes) that returns the log of mean probabilities over the views.
 
     Example:
         >>> network = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())

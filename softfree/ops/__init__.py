@@ -1,4 +1,7 @@
-"""Functions on tensors, a folder each; :mod:`softfree.ops.attention.reference` is the definition of it all."""
+"""Functions on tensors, one folder per operator.
+
+:mod:`softfree.ops.attention.reference` defines the attention; every faster path is tested against it.
+"""
 
 from softfree.ops.attention import (
     newton_inverse,

@@ -189,10 +189,10 @@ def test_a_full_table_of_a_gpu_run_fits_the_terminal(width, monkeypatch, capsys)
         (["attention", "--head-dim", "-4"], "--head-dim must be above 0, got -4"),
         (
             ["attention", "--tokens", "99", "--heads-times-batch", "1", "2"],
-            "one for each of the 1 numbers of tokens, got 2",
+            "one for each of the 1 values of --tokens, got 2",
         ),
         (["attention", "--draw", "costs.txt"], "--draw must end in .png, .svg, .pdf"),
-        (["attention", "--csv", "."], "--csv must name a file, . is a folder"),
+        (["attention", "--csv", "."], "--csv must name a file, but . is a folder"),
         (["modle"], "One of attention, detector, latency, memory, model, throughput; got 'modle'"),
         (["model"], "needs a name"),
         (["model", "softpp_tinny"], "no model 'softpp_tinny'; did you mean 'softpp_tiny'?"),

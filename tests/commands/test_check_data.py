@@ -25,8 +25,8 @@ def test_class_folders_are_counted_as_training_takes_them(tmp_path, capsys):
     photos = write_photos(tmp_path / "photos", 30)
     assert check("--data-dir", photos) == 0
     out = capsys.readouterr().out
-    assert "sets 20% of each class aside" in out and "no faults found" in out
-    assert "3 classes, of each: pictures" in out
+    assert "validates on 20% of each class" in out and "no faults found" in out
+    assert "3 classes, for each: pictures" in out
     assert rows(out)["pictures"] == ["24", "6"]
     assert rows(out)["width"] == ["120", "120"]
     assert rows(out)["discs"] == ["8", "33.3", "2", "33.3"]
@@ -48,7 +48,7 @@ def test_uneven_classes_are_worth_a_word(tmp_path, capsys):
     for number in range(6, 60, 3):
         (photos / "discs" / f"IMG_{number:04d}.jpg").unlink()
     assert check("--data-dir", photos) == 0
-    assert "uneven: 1 to 16 pictures of a class" in capsys.readouterr().out
+    assert "unbalanced: 1 to 16 pictures per class" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [[], ["--no-decode"]])
@@ -83,7 +83,7 @@ def test_sizes_boxes_and_classes_of_objects_are_said_and_written(tmp_path, capsy
     assert rows(out)["crowds"][-2:] == ["1", "1"]
     assert rows(out)["cat"] == ["1", "100.0", "1", "100.0"]
     assert "train: no objects of aeroplane, bicycle, bird, boat, bottle and 14 more" in out
-    assert "boxes alone" in out
+    assert "only boxes, no masks" in out
     train = json.loads(file.read_text())["splits"]["train"]
     assert (train["objects"], train["small"], train["large"], train["crowds"]) == (1, 1, 0, 1)
     assert train["width"] == {"min": 20, "median": 30, "max": 40}
@@ -95,7 +95,7 @@ def test_class_maps_are_counted_in_pictures_and_pixels(tmp_path, capsys):
     data = write_yolo(tmp_path, ["1 0 0 0.5 0 0.5 0.5 0 0.5"])
     assert check("--data-dir", data, task="segmentation") == 0
     out = capsys.readouterr().out
-    assert "of each: pictures with it, share of the pixels" in out
+    assert "for each: pictures with it, share of the pixels" in out
     assert rows(out)["background"] == ["2", "87.5", "2", "87.5"]
     assert rows(out)["on"] == ["1", "12.5", "1", "12.5"]
     assert rows(out)["empty"] == ["pictures", "1", "1"]
@@ -138,7 +138,7 @@ def test_texts_that_test_and_dev_share_are_counted_once(tmp_path, capsys):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert check("--task", "text", "--data-dir", tmp_path, task="longrange") == 0
     out = capsys.readouterr().out
-    assert "test has the samples of dev" in out
+    assert "test has the same samples as dev" in out
     assert rows(out)["tokens"] == ["3", "/", "7", "/", "12"] * 2
     assert rows(out)["negative"] == ["1", "50.0"] * 2
 

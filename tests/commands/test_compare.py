@@ -107,9 +107,13 @@ def test_multiply_adds_are_those_of_the_products(command, tmp_path):
 
 def test_a_run_with_other_settings_is_not_taken_for_this_one(command, tmp_path):
     assert compare.main([*command, "--attentions", "softpp"]) == 0
-    with pytest.raises(ValueError, match="softpp was trained with `lr` 0.0001; give the same, or"):
+    with pytest.raises(
+        ValueError, match="softpp was trained with `lr` 0.0001; use the same settings, or"
+    ):
         compare.main([*command, "--attentions", "softpp", "--lr", "1e-3"])
-    with pytest.raises(ValueError, match="softpp was trained with --seed 42; give the same, or"):
+    with pytest.raises(
+        ValueError, match="softpp was trained with --seed 42; use the same settings, or"
+    ):
         compare.main([*command, "--attentions", "softpp", "--seed", "7"])
 
 
@@ -126,14 +130,14 @@ def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkey
     assert "stopped at step 1" in capsys.readouterr().out
     monkeypatch.setattr(LongRange, "train_step", step)
     assert compare.main([*command, *names]) == 0
-    assert "going on from step 1" in capsys.readouterr().out
+    assert "continuing from step 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--attentions", "linear"], "--attentions must be one of softfree, soft, softpp"),
-        (["--attention", "soft"], "compare takes several, --attentions"),
+        (["--attention", "soft"], "compare takes several, use --attentions"),
         (["--task", "sort"], "--task must be one of listops"),
         (["--task", "image", "--attentions", "soft"], "--task image needs --data-dir"),
         (["--model-kwargs", "slot=3"], "--model-kwargs must be one of"),
@@ -202,7 +206,7 @@ def test_mistakes_point_to_the_help_of_their_benchmark(capsys):
         (["memory", "--num-heads", "0"], "--num-heads must be above 0"),
         (["throughput", "--attentions", "reformer"], "--attentions must be one of softmax"),
         (["throughput", "--model", "resnet18"], "--model must be one of `softfree models`"),
-        (["throughput", "--model-kwargs", "attention=soft"], "--attentions names them"),
+        (["throughput", "--model-kwargs", "attention=soft"], "use --attentions instead"),
         (
             ["throughput", "--model-kwargs", "depth=1"],
             "--model-kwargs: SoftPyramid with attention 'softmax' has no option 'depth'; there are",

@@ -67,7 +67,9 @@ def test_a_detector_is_trained_scored_and_drawn(tmp_path, capsys, picture, detec
     assert {"AP", "AP50", "AP75", "APS", "APM", "APL"} <= rows[0].keys()
     printed = capsys.readouterr().out
     assert "AP50 %" in printed and "Confusion matrix" in printed
-    with pytest.raises(ValueError, match="`split` test: the embedded shapes have train and val"):
+    with pytest.raises(
+        ValueError, match="`split` test: the embedded shapes have only train and val"
+    ):
         validate.main(["detection", *best, "--workers", "0", "--split", "test"])
     sizes = ["--short-side", "64", "--tta", "--tta-scales", "0.5", "1"]
     assert validate.main(["detection", *best, "--workers", "0", *sizes]) == 0
@@ -199,7 +201,9 @@ def test_a_segmenter_is_trained_scored_and_drawn(tmp_path, capsys, picture):
     assert float(whole["accuracy"]) == pytest.approx(share)
     assert float(rows[0]["accuracy"]) == pytest.approx(100 * counts[0, 0] / counts[0].sum())
     assert min(Image.open(plot).size) > 300
-    with pytest.raises(ValueError, match="`split` test: the embedded shapes have train and val"):
+    with pytest.raises(
+        ValueError, match="`split` test: the embedded shapes have only train and val"
+    ):
         validate.main(["segmentation", *best, "--workers", "0", "--split", "test"])
     views = ["--tta", "--tta-scales", "0.5", "1.5"]
     assert validate.main(["segmentation", *best, "--workers", "0", *views]) == 0
@@ -239,7 +243,7 @@ def test_data_of_other_classes_than_the_checkpoints_are_refused(tmp_path, capsys
             path.parent.mkdir(parents=True)
             Image.new("L" if folder == "masks" else "RGB", size).save(path)
     (tmp_path / "data" / "classes.txt").write_text("road\n")
-    with pytest.raises(ValueError, match=r"knows 6 classes .*--data-dir has 1"):
+    with pytest.raises(ValueError, match=r"has 6 classes .*--data-dir has 1"):
         validate.main(
             [
                 "segmentation",
@@ -305,7 +309,7 @@ def test_the_embedded_shapes_have_no_faults(capsys, task):
 def test_faults_are_named(tmp_path):
     (tmp_path / "annotations").mkdir()
     (tmp_path / "annotations" / "instances_train.json").write_text("{}")
-    with pytest.raises(ValueError, match="instances_train.json is no COCO file"):
+    with pytest.raises(ValueError, match="instances_train.json is not a COCO file"):
         check_data.main(["detection", "--data-dir", str(tmp_path)])
 
 
@@ -347,10 +351,12 @@ def test_a_set_of_boxes_alone_is_told_what_does_without_masks(tmp_path, capsys):
         path.write_text(json.dumps(content))
     given = ["detection", "--data-dir", str(tmp_path), "--workers", "0"]
     assert check_data.main(given) == 0
-    assert "boxes alone: for RetinaNet, not for Mask R-CNN" in capsys.readouterr().out
+    assert (
+        "only boxes, no masks: usable for RetinaNet, not for Mask R-CNN" in capsys.readouterr().out
+    )
     assert check_data.main([*given, "--no-masks"]) == 0
     out = ["--output", str(tmp_path / "out"), "--data-dir", str(tmp_path)]
-    with pytest.raises(ValueError, match="boxes alone.*`detector` retinanet$"):
+    with pytest.raises(ValueError, match="boxes but no masks.*`detector` retinanet$"):
         train.main(["detection", "--detector", "mask-rcnn", *out])
 
 

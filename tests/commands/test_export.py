@@ -171,7 +171,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     folder = str(classifier_checkpoint(tmp_path / "best", iterations=1))
     target = str(tmp_path / "model.onnx")
     for arguments, message in (
-        ([target], "export what? Give --checkpoint OUT/best, or --model"),
+        ([target], "export what? Use --checkpoint OUT/best, or --model"),
         ([str(tmp_path / "model.pt2"), "--model", "soft_tiny"], "PATH must end in .onnx"),
         ([target, "--model", "no_such"], "timm knows no model 'no_such'"),
         ([target, "--checkpoint", folder, "--features"], "--features is for --model and detectors"),

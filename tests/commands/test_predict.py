@@ -207,12 +207,12 @@ def test_every_task_has_a_predictor(task):
 
 
 def test_folder_that_is_no_checkpoint_and_task_without_a_predictor_are_refused(pictures, tmp_path):
-    with pytest.raises(ValueError, match="no checkpoint folder"):
+    with pytest.raises(ValueError, match="is not a checkpoint folder"):
         run(str(tmp_path), pictures)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metadata.json").write_text('{"task": "juggling"}')
     with pytest.raises(
-        ValueError, match=r"is of the task 'juggling'; predict knows classification"
+        ValueError, match=r"is for the task 'juggling'; predict supports classification"
     ):
         run(str(tmp_path / "other"), pictures)
 

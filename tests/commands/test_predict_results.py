@@ -35,7 +35,7 @@ def test_annotations_give_ids_by_the_names_of_pictures_and_classes(tmp_path):
     content = {"images": images, "annotations": [], "categories": [{"id": 44, "name": "cat"}]}
     file.write_text(json.dumps(content))
     assert ids(["day/1.jpg", "x/night/1.jpg"], {"cat": 1}, file) == [(5, 44), (6, 44)]
-    with pytest.raises(ValueError, match=r"val.json has no image of the file name of 3.jpg"):
+    with pytest.raises(ValueError, match=r"val.json has no image with the file name of 3.jpg"):
         ids(["2.jpg", "3.jpg"], {"cat": 1}, file)
     with pytest.raises(ValueError, match="val.json has no category for dog"):
         ids(["2.jpg"], {"cat": 1, "dog": 2}, file)

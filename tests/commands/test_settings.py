@@ -113,7 +113,7 @@ def test_a_recipe_s_batch_is_shared_out_among_processes(monkeypatch):
     assert parse("--data-dir", "d").optim.batch_size == 128
     assert parse("--data-dir", "d", "--batch-size", "5").optim.batch_size == 5
     monkeypatch.setenv("WORLD_SIZE", "7")
-    with pytest.raises(ValueError, match="batch of 1024 can't be shared out among 7 processes"):
+    with pytest.raises(ValueError, match="batch size of 1024 can't be divided among 7 processes"):
         parse("--data-dir", "d")
 
 
@@ -138,7 +138,10 @@ def test_a_file_does_not_say_where_a_run_writes(tmp_path):
 def test_files_and_recipes_that_are_none_are_refused(tmp_path):
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"optim": {"learning_rate": 1}}))
-    with pytest.raises(ValueError, match="settings.json of this command: .*it has 'learning_rate'"):
+    with pytest.raises(
+        ValueError,
+        match="settings.json of this command: .*it has unknown settings: 'learning_rate'",
+    ):
         parse("--config", str(file))
     with pytest.raises(FileNotFoundError, match="--config .*nowhere does not exist"):
         parse("--config", str(tmp_path / "nowhere"))

@@ -83,7 +83,7 @@ def test_the_split_is_chosen_and_one_that_is_not_there_is_named(trained, tmp_pat
         [row] = csv.DictReader(stream)
     assert (row["split"], row["samples"]) == ("train", "1437")
     assert run("--checkpoint", trained / "best", "--split", "test") == 2
-    assert "--split test: the embedded digits have train and val" in capsys.readouterr().err
+    assert "--split test: the embedded digits have only train and val" in capsys.readouterr().err
 
 
 def test_classes_are_scored_listed_and_drawn(trained, tmp_path, capsys):
@@ -144,12 +144,14 @@ def test_a_weights_file_needs_its_model_and_data(tmp_path, capsys):
     assert run(*argv, "--model", "resnet18") == 2
     assert "another architecture than resnet18" in capsys.readouterr().err
     assert run(*argv) == 2
-    assert "is a file: give the --model it belongs to" in capsys.readouterr().err
+    assert "is a file: set the --model it belongs to" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_other_classes_is_refused(trained, tmp_path, capsys):
     assert run("--checkpoint", trained / "best", "--data-dir", pictures(tmp_path / "data")) == 2
-    assert "knows 10 classes (0, 1, 2, ...), --data-dir has 2 (cat, dog" in capsys.readouterr().err
+    assert (
+        "has 10 classes (0, 1, 2, ...), but --data-dir has 2 (cat, dog" in capsys.readouterr().err
+    )
 
 
 def test_a_checkpoint_of_another_task_is_refused(tmp_path, capsys):

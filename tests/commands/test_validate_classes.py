@@ -44,7 +44,7 @@ def test_of_many_classes_the_most_frequent_mistakes_are_listed():
     counts[7, 30], counts[5, 6] = 30, 10
     text = printed(scores_of(names, counts))
     assert max(map(len, text.splitlines())) <= 80
-    mistakes = " ".join(text.partition("Most often")[2].split())
+    mistakes = " ".join(text.partition("Most frequent mistakes")[2].split())
     assert mistakes.index("number 7") < mistakes.index("number 5")
     assert "75.0" in mistakes and "50.0" in mistakes and "number 8" not in mistakes
 

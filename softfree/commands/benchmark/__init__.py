@@ -1,10 +1,10 @@
-"""Measure attentions, or whole models beside their peers: time, memory, throughput.
+"""Measure attentions or whole models: time, memory, throughput.
 
-`softfree benchmark attention` compares the operator with torch's softmax attention; each of ours is checked
-against the float64 reference first, and a wrong one is not timed (exit code 1).
-`softfree benchmark model NAME ...` compares any models that timm knows, ours among them.
+`softfree benchmark attention` compares the operator with torch's softmax attention. Each of our attentions is
+first checked against the float64 reference; one that fails the check is not timed (exit code 1).
+`softfree benchmark model NAME ...` compares models: ours and any other in timm's registry.
 `softfree benchmark latency NAME ...` compares how long one call takes: eager, compiled, in a CUDA graph.
-`softfree benchmark detector NAME ...` compares backbones in training under a detector, at 800 x 1333.
+`softfree benchmark detector NAME ...` compares backbones in the training of a detector, at 800 x 1333.
 `softfree benchmark memory` shows how the memory of every attention grows with the tokens (Fig. 1b).
 `softfree benchmark throughput` compares every attention inside one backbone (Table 2).
 """

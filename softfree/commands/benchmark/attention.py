@@ -1,4 +1,4 @@
-"""`softfree benchmark attention` and `memory`: one attention beside the others."""
+"""`softfree benchmark attention` and `memory`: comparisons of attentions."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,14 @@ from softfree.commands.common import (
 )
 from softfree.ops.attention import BACKENDS
 
-# Tokens and batch times heads. The GPU's are stages 1 to 3 of a backbone at batch 128, and a large image.
+# Tokens, and batch times heads. On a GPU: stages 1 to 3 of a backbone at batch 128, and a large image.
 DEFAULTS = {
     "cpu": {784: 2, 3136: 2, 16384: 2},
     "cuda": {196: 2560, 784: 1024, 3136: 256, 65536: 12},
 }
 DEFAULT_HEADS = {"cpu": 2, "cuda": 12}
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-# Of a layer, dimension and heads: the papers' network without a pyramid, and a small one for CPUs.
+# Dimension and heads of a layer: the papers' network without a pyramid, and a small one for CPUs.
 DEFAULT_SIZE = {"cuda": (384, 12), "cpu": (64, 2)}
 
 
@@ -39,19 +39,19 @@ def attention(
     seconds: float = 0.5,
     report: Report = REPORT,
 ) -> int:
-    """Time and memory of the operator and of torch's softmax attention, in one run.
+    """Measure time and memory of the operator and of torch's softmax attention in one run.
 
-    Each of ours is first compared with the float64 reference, result and gradients. One that is wrong is
-    not timed, and the exit code is 1.
+    Results and gradients of our attentions are first compared with the float64 reference. One that is wrong
+    is not timed, and the exit code is 1.
 
     Args:
         tokens: numbers of tokens; otherwise 784 3136 16384 on a CPU, 196 784 3136 65536 on a GPU.
-        heads_times_batch: batch times heads, one number, or one for each of --tokens.
-        head_dim: channels of a head.
+        heads_times_batch: batch size times heads: one number, or one for each of --tokens.
+        head_dim: channels per head.
         landmarks: landmarks of our attentions.
         dtype: bfloat16, float16 or float32; 'auto': bfloat16 on a GPU, float32 on a CPU.
-        attentions: among softpp, softpp-solve, soft, softmax.
-        backends: of our attentions, among auto, native, torch, triton, reference.
+        attentions: one or more of softpp, softpp-solve, soft, softmax.
+        backends: backends for our attentions: auto, native, torch, triton, reference.
         backward: also time forward and backward together.
         seconds: time for each figure.
     """
@@ -63,7 +63,7 @@ def attention(
     shapes = pair_shapes(tokens, heads_times_batch, head_dim, landmarks, where.type)
 
     with progress() as say:
-        say("measuring the memory's speed with a large copy")
+        say("measuring the memory bandwidth with a large copy")
         bandwidth = copy_bandwidth(where)
         costs = attention_cost.measure_costs(
             shapes, list(dict.fromkeys(attentions)), list(dict.fromkeys(backends)), chosen, where,
@@ -83,7 +83,7 @@ def attention(
 def pair_shapes(
     tokens: Sequence[int], heads: Sequence[int], dim: int, landmarks: int, device: str
 ) -> list[attention_cost.Shape]:
-    """The shapes that the options ask for, checked, in the order given."""
+    """The shapes given by the options, checked, in the order given."""
     if not tokens:
         tokens, preset = zip(*DEFAULTS[device].items(), strict=True)
         heads = heads or preset
@@ -92,8 +92,8 @@ def pair_shapes(
         heads = tuple(heads) * len(tokens)
     if len(heads) != len(tokens):
         raise ValueError(
-            f"--heads-times-batch must be one number or one for each of the {len(tokens)} numbers of "
-            f"tokens, got {len(heads)}"
+            f"--heads-times-batch must be one number, or one for each of the {len(tokens)} values of "
+            f"--tokens, got {len(heads)}"
         )
     named = {"--heads-times-batch": heads, "--head-dim": [dim], "--landmarks": [landmarks]}
     for option, values in named.items():
@@ -106,7 +106,7 @@ def pair_shapes(
 
 
 def cost_columns(gpu: bool, backward: bool) -> Columns:
-    """What the table says of an attention at a shape."""
+    """The columns of the table."""
     both = {
         "fwd+bwd\nms": field("forward_backward_ms"),
         "fwd+bwd\nfaster": field("forward_backward_times_faster_than_softmax"),
@@ -125,7 +125,7 @@ def cost_columns(gpu: bool, backward: bool) -> Columns:
 def legend(
     costs: Sequence[attention_cost.Cost], gpu: bool, bandwidth: float, backward: bool
 ) -> str:
-    """How to read the table."""
+    """The explanation below the table."""
     errors = [cost.error for cost in costs if cost.error is not None and not cost.faulty]
     checked = "Checked first, against the float64 reference: errors up to {:.1e}.\n"
     passes = "forward and backward" if backward else "forward"
@@ -135,9 +135,9 @@ def legend(
         "Heads: batch times heads.\n"
         "Times faster: than torch's softmax attention in this run.\n"
         f"Memory: the most that {passes} held beyond the inputs.\n"
-        "Memory floor: share reached, forward, of the speed of the least traffic (q read\n"
-        "twice, v read once, the result written once) at the memory's speed, which is\n"
-        f"{bandwidth / 1e9:,.0f} GB/s by a large copy in this run."
+        "Memory floor: the time that the least possible traffic (q read twice, v read\n"
+        "once, the result written once) takes at the memory's bandwidth, as a share of\n"
+        f"the forward time. Bandwidth of a large copy in this run: {bandwidth / 1e9:,.0f} GB/s."
     )
 
 
@@ -150,13 +150,14 @@ def memory(
     dtype: str = "auto",
     report: Report = REPORT,
 ) -> int:
-    """Memory of one attention layer against the number of tokens, forward and backward (Fig. 1b).
+    """Measure the memory of one attention layer, forward and backward, as tokens grow (Fig. 1b).
 
     SOFT, Nyströmformer, agent attention and Linformer have 49 landmarks, agents or slots at any length.
 
     Args:
-        attentions: among softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer, agent, flatten and
-            softmax-unfused, which keeps the n x n matrix that torch's fused softmax attention avoids.
+        attentions: one or more of softfree, soft, softpp, softmax, linformer, performer, nystromformer,
+            reformer, agent, flatten and softmax-unfused, which keeps the n x n matrix that torch's fused
+            softmax attention avoids.
         tokens: numbers of tokens.
         batch_size: sequences at a time.
         dim: channels; otherwise 384 on a GPU, 64 on a CPU.
@@ -190,7 +191,7 @@ def memory(
         names,
         {"tokens": str, **cells},
         "MiB: the most that forward and backward held at once beyond weights and input;\n"
-        "a dash where memory ran out. The CSV has the forward pass alone, too.",
+        "a dash where memory ran out. The CSV also has the forward pass by itself.",
         lambda title: attention_cost.draw_memory(rows, title),
         records=[vars(row) for row in rows],
     )
@@ -198,7 +199,7 @@ def memory(
 
 
 def choose_dtype(dtype: str, device: str) -> str:
-    """A checked --dtype; "auto" is what suits the device."""
+    """Check --dtype; "auto" becomes the dtype that suits the device."""
     chosen = DEFAULT_DTYPE[device] if dtype == "auto" else dtype
     check_choices("--dtype", [chosen], attention_cost.DTYPES)
     return chosen

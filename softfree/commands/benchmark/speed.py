@@ -1,4 +1,4 @@
-"""`softfree benchmark model`, `latency`, `detector` and `throughput`: whole networks beside each other."""
+"""`softfree benchmark model`, `latency`, `detector` and `throughput`: comparisons of whole networks."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,12 @@ from softfree.training.detection import DETECTORS
 from softfree.training.devices import AMP_DTYPES, DEFAULT_AMP
 
 CONDITIONS, LATENCY = speed.ModelConditions(), speed.LatencyConditions()
-# As in Table 2, softmax first: ratios are to it. Reformer is for sequences.
+# As in Table 2; softmax is first, since ratios are to it. Reformer is for sequences.
 IMAGE_ATTENTIONS = (
     "softmax", "linformer", "performer", "nystromformer", "agent", "flatten", "soft", "softpp",
     "softfree",
 )  # fmt: skip
-GIB = "GiB: the most that was held at once, weights and images included."
+GIB = "GiB: peak memory, including weights and images."
 Names = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME [NAME ...]")]
 
 
@@ -45,12 +45,12 @@ def model(
     conditions: speed.ModelConditions = CONDITIONS,
     report: Report = REPORT,
 ) -> int:
-    """Throughput and memory of models, ours and any of timm's, in one run, untrained.
+    """Measure throughput and memory of untrained models, ours and any of timm's, in one run.
 
     A training step is forward, cross-entropy, backward and the optimizer's step.
 
     Args:
-        names: models that timm knows; ratios are to the first.
+        names: models in timm's registry; ratios are to the first.
         bench: train, infer or both.
         seconds: time for each figure.
     """
@@ -77,17 +77,17 @@ def throughput(
     conditions: speed.ModelConditions = CONDITIONS,
     report: Report = REPORT,
 ) -> int:
-    """Parameters, multiply-adds, throughput and memory of every attention in one backbone (Table 2).
+    """Compare parameters, multiply-adds, throughput and memory of attentions in one backbone (Table 2).
 
     A training step is forward, cross-entropy, backward and the optimizer's step.
 
     Args:
-        attentions: among softmax, linformer, performer, nystromformer, agent, flatten, soft, softpp, softfree;
-            ratios are to the first.
+        attentions: one or more of softmax, linformer, performer, nystromformer, agent, flatten, soft, softpp,
+            softfree; ratios are to the first.
         model: one of our backbones, whose attention is replaced.
-        model_kwargs: further arguments of every backbone, such as landmarks=conv:49 for at most 49
-            landmarks at any size; otherwise their number grows with the image, and an inverse's cost with its
-            third power.
+        model_kwargs: further arguments of every backbone, such as landmarks=conv:49 for at most 49 landmarks
+            at any size; otherwise their number grows with the image, and the cost of the inverse with the
+            third power of that number.
         seconds: time for each figure.
     """
     where = report.check()
@@ -99,7 +99,7 @@ def throughput(
     conditions = check_conditions(conditions, where)
     kwargs = parse_model_kwargs(model_kwargs)
     if "attention" in kwargs:
-        raise ValueError("--model-kwargs can't have attention=...: --attentions names them")
+        raise ValueError("--model-kwargs can't have attention=...; use --attentions instead")
     with mistakes_in("model_kwargs"), torch.device("meta"):
         for name in attentions:
             arguments = {"img_size": conditions.img_size, **kwargs, "attention": name}
@@ -134,14 +134,14 @@ def latency(
     conditions: speed.LatencyConditions = LATENCY,
     report: Report = REPORT,
 ) -> int:
-    """How long one call of a model takes until its answer is there: ours and any of timm's, in one run, untrained.
+    """Measure the latency of one call of untrained models, ours and any of timm's.
 
     Args:
-        names: models that timm knows, with arguments after a plus: softpp_tiny+inverse=solve; ratios are to the
-            first.
-        batch_sizes: pictures in a call.
-        modes: eager, compiled (torch.compile) and graph (softfree.capture, on a GPU); otherwise all that the
-            device has.
+        names: models in timm's registry, with arguments after a plus: softpp_tiny+inverse=solve; ratios are
+            to the first.
+        batch_sizes: numbers of pictures in a call.
+        modes: one or more of eager, compiled (torch.compile) and graph (softfree.capture, on a GPU);
+            otherwise all that the device supports.
         seconds: time for each figure.
     """
     where = report.check()
@@ -184,7 +184,7 @@ def latency(
                 for unit, figure in (("ms", "ms"), ("ratio", "ratio_to_first"))
             },
         },
-        "ms: median of a call until its answer is there.\n"
+        "ms: median time of a call until its result is there.\n"
         f"ratio: how many times faster than {rows[0].model}.",
         lambda title: draw_bars(
             [f"{row.model}, {row.batch_size}" for row in rows],
@@ -212,7 +212,10 @@ def publish_models(
     before: Mapping[str, str] = {},
     after: Mapping[str, str] = {},
 ) -> None:
-    """Table, CSV and plot of classifiers, named in the column ``first``; the CSV has ``before`` and ``after``, too."""
+    """Table, CSV and plot of classifiers, named in the column ``first``.
+
+    The CSV also has ``before`` and ``after``.
+    """
     speed.relate_to_first(rows, kinds)
     modes = {
         "channels last": conditions.channels_last,
@@ -256,23 +259,23 @@ def detector(
     seconds: float = 3.0,
     report: Report = REPORT,
 ) -> int:
-    """Throughput and memory in training of backbones as detectors use them, alone and in a whole step.
+    """Measure throughput and memory of backbones in the training of a detector, alone and in a whole step.
 
-    Alone: forward and backward through the maps at 1/4 to 1/32. A step: forward with made-up objects, losses,
+    Alone: forward and backward through the maps at 1/4 to 1/32. Step: forward with made-up objects, losses,
     backward and AdamW's step. Weights are untrained.
 
     Args:
-        names: backbones that timm knows, with four maps; ratios are to the first.
+        names: backbones in timm's registry, with four feature maps; ratios are to the first.
         detector: retinanet or mask-rcnn.
-        landmarks: of softfree's backbones, each of which is measured with each of these: conv:49 is at most 49
-            at any size, conv the papers' fixed stride; '': 49 of the backbone's own.
+        landmarks: landmarks of our backbones, each of which is measured with each value: conv:49 gives at
+            most 49 at any size, conv is the papers' fixed stride; '': conv:49, or average:128 for softfree_*.
         model_kwargs: further arguments of every backbone, such as drop_path_rate=0.
-        img_size: height and width of the pictures; like a detector's they are padded to multiples of 32.
+        img_size: height and width of the pictures, which are padded to multiples of 32 as in detectors.
         batch_size: pictures at a time.
         amp_dtype: autocast to bfloat16 or float16, or none; 'auto': bfloat16 on a GPU, none on a CPU.
-        channels_last: keep weights and images with the channels last in memory.
-        cuda_graph: replay the backbone alone from a CUDA graph: the GPU's time, however slow the host. A
-            whole step asks the GPU for numbers, so it can't be.
+        channels_last: keep weights and images in channels-last memory format.
+        cuda_graph: replay the backbone alone from a CUDA graph, so that only the GPU's time counts. A whole
+            step reads numbers from the GPU and can't be replayed.
         seconds: time for each figure.
     """
     where = report.check()
@@ -317,7 +320,7 @@ def detector(
             "params\nM": lambda row: f"{row.detector_parameters / 1e6:.1f}",
             **speed_columns(speed.PARTS),
         },
-        "params: of the whole detector.\n"
+        "params: parameters of the whole detector.\n"
         "alone: the backbone's forward and backward through its four maps.\n"
         f"step: {detector}'s forward, losses of {speed.OBJECTS} objects per picture, backward and AdamW's step.\n"
         f"ratio: images per second over those of {labels[0]}.\n{GIB}",
@@ -330,7 +333,7 @@ def detector(
 def check_conditions(
     conditions: speed.ModelConditions, device: torch.device
 ) -> speed.ModelConditions:
-    """Refuse conditions that can't be; otherwise what they are on this device."""
+    """Raise if the conditions are impossible; otherwise fill in what depends on the device."""
     check_choices("--opt", [conditions.opt], speed.OPTIMIZERS)
     conditions = conditions.on(device)
     check_img_size(conditions.img_size)
@@ -339,20 +342,20 @@ def check_conditions(
 
 
 def check_run(batch_size: int, amp_dtype: str, cuda_graph: bool, device: torch.device) -> None:
-    """Refuse a batch, a type, and a CUDA graph that can't be."""
+    """Raise if batch size, dtype or CUDA graph are impossible."""
     check_choices("--amp-dtype", [amp_dtype], AMP_DTYPES)
     check_positive("--batch-size", batch_size)
     if cuda_graph and device.type != "cuda":
         raise ValueError(f"--cuda-graph needs a CUDA device, got --device {device}")
     if cuda_graph and amp_dtype == "float16":
         raise ValueError(
-            "--cuda-graph can't hold float16's loss scaling, which asks the GPU whether to skip a step; "
-            "--amp-dtype bfloat16 or none works"
+            "--cuda-graph does not support float16's loss scaling, which reads from the GPU whether to skip a step; "
+            "use --amp-dtype bfloat16 or none"
         )
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse an empty list, and names that timm does not know."""
+    """Raise if the list is empty or has names that timm does not know."""
     if not names:
         raise ValueError("benchmark model needs a name, e.g. softfree_tiny pvt_v2_b1")
     for name in names:
@@ -360,12 +363,12 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def precision(amp_dtype: str) -> str:
-    """A value of --amp-dtype in words."""
+    """Describe a value of --amp-dtype."""
     return "float32" if amp_dtype == "none" else f"{amp_dtype} autocast"
 
 
 def speed_columns(kinds: Mapping[str, str]) -> Columns:
-    """Images per second, ratio to the first row and GiB of each kind of work, with its word in the titles."""
+    """Columns with images per second, ratio to the first row and GiB for each kind of work."""
     figures = {"img/s": "img_per_s", "ratio": "ratio_to_first", "GiB": "peak_gib"}
     return {
         f"{word}\n{unit}": field(f"{kind}_{figure}")

@@ -1,4 +1,4 @@
-"""Say what is in pictures, with a model that `softfree train` wrote."""
+"""Predict what is in pictures, with a model that `softfree train` wrote."""
 
 import glob
 import os
@@ -50,10 +50,11 @@ from softfree.training.checkpoint import read_metadata
 from softfree.training.devices import choose_device
 
 MAX_LISTED = 10
-# Columns that the table needs beside the names of the pictures, which then stay whole.
+# Columns that the table needs besides the names of the pictures, so that names are not broken.
 BESIDE_NAMES = 40
 MOST_WORKERS = 8
-# By the task of a checkpoint: made with its folder, the device, --img-size and --topk.
+# The class for each task. It is called with the checkpoint folder (or ONNX file), the device, --img-size and
+# --topk, with `views` (how pictures are shown, --tta) and, for detectors, with `min_score`.
 PREDICTORS: dict[str, Callable[..., Predictor]] = {
     "classification": Classifier,
     "detection": ObjectDetector,
@@ -82,34 +83,37 @@ def predict(
     device: str = "auto",
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Print what the model sees in each picture: its likeliest classes, the objects in it, or the classes of its area.
+    """Print what the model finds in each picture: likeliest classes, objects, or the classes of pixels.
 
-    A file that can't be read is named and counted. The exit code is 1 only if none could be read.
+    Files that can't be read are listed and counted. The exit code is 1 only if none could be read.
 
     Args:
-        pictures: files, folders (with their subfolders) or patterns like 'photos/*.png'; also videos, such as street.mp4,
-            whose frames are pictures (needs the extra `video`).
-        checkpoint: folder that `softfree train` wrote, such as OUT/best; without it and --onnx the newest run under
-            output/.
-        onnx: or a file that `softfree export` wrote, of a classifier, a segmenter or a RetinaNet; it runs on the CPU.
-        topk: keep so many classes (of a detector: of the most certain objects) of each picture; otherwise the 5
-            likeliest classes, or all that is seen.
-        min_score: of a detector: leave out objects that it is less certain of; otherwise 0.5.
-        output: also write the results to this file, one JSON object a line.
-        results: of a detector: also write what was found to this file, as COCO's own tools read it; --min-score 0 keeps all,
-            as average precision wants it.
-        annotations: take the ids of --results from this COCO file, by the names of pictures and classes; otherwise a
-            picture's id is the number that is its name, or 1, 2, ..., and classes have the ids of the training.
-        draw: also write each picture, and each video, with what was seen in it into this folder.
-        class_maps: of a segmenter: also write the class of every pixel into this folder, as PNG files of the pictures' sizes
-            whose values are the numbers of the classes, from 0.
-        img_size: side of the square that a classifier sees, the shorter side for the others; otherwise that of the
-            training.
-        tta: test-time augmentation: show each picture mirrored, too, and merge what comes out.
-        tta_scales: test-time augmentation: show each picture at several times its size, e.g. 0.75 1 1.25.
+        pictures: files, folders (including subfolders) or patterns like 'photos/*.png'; also videos, such as
+            street.mp4, frame by frame (needs the extra `video`).
+        checkpoint: folder that `softfree train` wrote, such as OUT/best; if neither it nor --onnx is given,
+            the newest run under output/.
+        onnx: instead, a file that `softfree export` wrote for a classifier, a segmenter or a RetinaNet; it
+            runs on the CPU.
+        topk: keep this many classes of each picture, or objects for a detector; otherwise the 5 likeliest
+            classes of a classifier, or everything that is found.
+        min_score: detectors: drop objects with a lower score; otherwise 0.5.
+        output: also write the results to this file, one JSON object per line.
+        results: detectors: also write the detections to this file, in the format of COCO's own tools; use
+            --min-score 0 to keep all for average precision.
+        annotations: take the ids in --results from this COCO file, by the names of pictures and classes;
+            otherwise the id of a picture is its file name, if all names are different numbers, or else 1, 2,
+            ..., and classes have the ids of the training.
+        draw: also write each picture and each video, with the results drawn on it, into this folder.
+        class_maps: segmenters: also write the class of every pixel into this folder, as PNG files of the
+            pictures' sizes whose values are the class numbers, from 0.
+        img_size: side of the square that a classifier sees, or the shorter side for the others; otherwise the
+            training size.
+        tta: test-time augmentation: also run each picture mirrored, and merge the results.
+        tta_scales: test-time augmentation: run each picture at several multiples of its size, e.g. 0.75 1
+            1.25.
         batch_size: pictures at a time.
         device: 'cuda', 'cpu', or 'auto' for the GPU if there is one.
-        as_json: print JSON lines and no table, for programs.
+        as_json: print JSON lines instead of a table, for programs.
     """
     check_positive("--batch-size", batch_size)
     for option, value in (("--topk", topk), ("--img-size", img_size)):
@@ -118,14 +122,14 @@ def predict(
     check_output("--output", output)
     check_output("--results", results)
     if annotations is not None and results is None:
-        raise ValueError("--annotations is for the ids in --results FILE.json: give that, too")
+        raise ValueError("--annotations sets the ids in --results FILE.json; use both")
     for option, folder in (("--draw", draw), ("--class-maps", class_maps)):
         if folder is not None:
             if folder.is_file():
-                raise ValueError(f"{option} must name a folder, {folder} is a file")
+                raise ValueError(f"{option} must name a folder, but {folder} is a file")
             check_output(option, folder / "drawing.png")
     if class_maps is not None and topk is not None:
-        raise ValueError("--class-maps shows all classes: give it without --topk")
+        raise ValueError("--class-maps shows all classes; use it without --topk")
     source, task = find_model(checkpoint, onnx)
     where = torch.device("cpu") if onnx else choose_device(device)
     paths = find_pictures(pictures)
@@ -134,22 +138,22 @@ def predict(
         import_av()
         for option, file in (("--results", results), ("--class-maps", class_maps)):
             if file is not None:
-                raise ValueError(f"{option} is for pictures; leave the videos out")
+                raise ValueError(f"{option} is only for pictures; remove the videos")
     if task not in PREDICTORS:
         raise ValueError(
-            f"{source} is of the task {task!r}; predict knows {', '.join(PREDICTORS)} here"
+            f"{source} is for the task {task!r}; predict supports {', '.join(PREDICTORS)}"
         )
     options: dict[str, Any] = {"views": Views.of(tta, tta_scales)}
     if min_score is not None:
         if task != "detection":
-            raise ValueError(f"--min-score is for detectors; {source} is of the task {task!r}")
+            raise ValueError(f"--min-score is for detectors; {source} is for the task {task!r}")
         if not 0 <= min_score <= 1:
             raise ValueError(f"--min-score must be from 0 to 1, got {min_score:g}")
         options["min_score"] = min_score
     if results is not None and task != "detection":
-        raise ValueError(f"--results is for detectors; {source} is of the task {task!r}")
+        raise ValueError(f"--results is for detectors; {source} is for the task {task!r}")
     if class_maps is not None and task != "segmentation":
-        raise ValueError(f"--class-maps is for segmenters; {source} is of the task {task!r}")
+        raise ValueError(f"--class-maps is for segmenters; {source} is for the task {task!r}")
     predictor = PREDICTORS[task](source, where, img_size, topk, **options)
     coco = None
     if isinstance(predictor, ObjectDetector) and results is not None:
@@ -159,7 +163,7 @@ def predict(
     errors = Console(stderr=True, highlight=False)
     longest = max((cell_len(printable(path)) for path in photos), default=0)
     if not console.is_terminal:
-        # Lines of a file have no width, and programs look for names in them.
+        # Lines in a file have no maximum width, and programs look for names in them.
         console.width = max(console.width, longest + BESIDE_NAMES)
     table = make_table(["picture"])
     table.columns[0].no_wrap = longest + BESIDE_NAMES <= console.width
@@ -167,7 +171,7 @@ def predict(
         table.add_column(title, overflow="fold")
     unreadable: list[Unreadable] = []
     seen: list[str] = []
-    # A name that tells the picture, and that no two pictures share.
+    # A unique name for each picture, from its number and its file name.
     names = {
         path: f"{number:0{len(str(len(paths)))}d}_{Path(path).stem}"
         for number, path in enumerate(paths, 1)
@@ -237,15 +241,15 @@ main = command(predict, __doc__)
 
 
 def find_model(checkpoint: Path | None, onnx: Path | None) -> tuple[Path, Any]:
-    """The model's place and its task."""
+    """Find the model's path and its task."""
     if checkpoint is None and onnx is None:
         checkpoint = newest_run(PREDICTORS)
     if checkpoint is not None and onnx is None:
         return checkpoint, read_metadata(checkpoint).get("task")
     if onnx is None or checkpoint is not None:
         raise ValueError(
-            "give either --checkpoint OUT/best or --onnx model.onnx"
-            + ("" if onnx else f"; there is no run under {RUNS}/ to take")
+            "use either --checkpoint OUT/best or --onnx model.onnx"
+            + ("" if onnx else f"; there is no run under {RUNS}/")
         )
     if onnx.suffix != ONNX:
         raise ValueError(f"--onnx must name a file that ends in {ONNX}, got {onnx}")
@@ -253,7 +257,7 @@ def find_model(checkpoint: Path | None, onnx: Path | None) -> tuple[Path, Any]:
 
 
 def find_pictures(given: Sequence[str]) -> list[str]:
-    """Paths of the pictures that files, folders and patterns name, each once, in their order."""
+    """Paths of the pictures given by files, folders and patterns, each once, in their order."""
     if not given:
         raise ValueError("no picture given; name files, folders or patterns like 'photos/*.png'")
     found: dict[str, None] = {}
@@ -278,7 +282,7 @@ def find_pictures(given: Sequence[str]) -> list[str]:
 def predict_files(
     predictor: Predictor, paths: Sequence[str], batch_size: int
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """A result for each path, in their order."""
+    """Yield a result for each path, in order."""
     files = ImageFiles(paths, range(len(paths)))
     files.transform = predictor.prepare
     workers = min(os.cpu_count() or 1, MOST_WORKERS, len(paths) // batch_size)
@@ -291,7 +295,7 @@ def predict_files(
 
 
 def report_unreadable(console: Console, unreadable: Sequence[Unreadable], count: int) -> None:
-    """Name the files that could not be read, the first few of many."""
+    """List the files that could not be read, at most the first few."""
     if not unreadable:
         return
     console.print(f"{len(unreadable):,} of {count:,} pictures could not be read:", style="yellow")

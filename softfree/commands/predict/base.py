@@ -1,4 +1,4 @@
-"""What `softfree predict` asks of a task, and how a result is listed."""
+"""The interface of a task in `softfree predict`, and how results are listed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from softfree.models.export import load_onnx
 from softfree.models.metadata import check_fields
 
 ONNX = ".onnx"
-LISTED = 5  # of a picture in the table, if nothing is said
+LISTED = 5  # default number of entries per picture in the table
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Entries for a cell of a table, with commas; rows end after an entry, not within one."""
+    """Comma-separated entries for a cell of a table; lines break after an entry, not within one."""
 
     entries: Sequence[str]
 
@@ -45,25 +45,28 @@ def load_model(
     load: Callable[..., tuple[Any, dict[str, Any]]],
     *fields: str,
 ) -> tuple[Any, dict[str, Any]]:
-    """The model and the metadata, which have ``fields``: of an ONNX file, or of a checkpoint by ``load``."""
+    """The model and its metadata, from an ONNX file, or from a checkpoint with ``load``.
+
+    Checks ``fields``.
+    """
     model, metadata = load_onnx(source) if source.suffix == ONNX else load(source, device)
     check_fields(source, metadata, fields)
     return model, metadata
 
 
 class Predictor(Protocol):
-    """What a task does with a picture. PREDICTORS has one for each task of a checkpoint."""
+    """What a task does with pictures. PREDICTORS has one for each task."""
 
     titles: Sequence[str]
 
     def prepare(self, picture: Image.Image, /) -> Any:
-        """The model's input; runs in a worker process, so what it needs must travel there."""
+        """Make the model's input; runs in a worker process, so what it needs must be picklable."""
 
     def predict(self, inputs: list[Any]) -> list[dict[str, Any]]:
-        """A result for each input, of what JSON can hold."""
+        """Return a result for each input, with values that JSON can hold."""
 
     def cells(self, result: dict[str, Any]) -> Sequence[str | Listing]:
-        """The result for people, one cell for each of ``titles``."""
+        """The result as table cells, one for each of ``titles``."""
 
     def drawing(self, picture: Image.Image, result: dict[str, Any]) -> Image.Image:
-        """A picture of the result."""
+        """Draw the result on a picture."""

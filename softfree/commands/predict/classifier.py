@@ -1,4 +1,4 @@
-"""What `softfree predict` does with classifiers, of a checkpoint or an ONNX file."""
+"""`softfree predict` for classifiers, from a checkpoint or an ONNX file."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

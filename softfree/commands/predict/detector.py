@@ -1,4 +1,4 @@
-"""What `softfree predict` does with detectors."""
+"""`softfree predict` for detectors."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from softfree.training.detection import Detection, detect, scaled_size, set_size
 
 
 class ObjectDetector:
-    """Boxes, labels and scores, and masks where the detector gives them."""
+    """Boxes, labels and scores, and masks if the detector returns them."""
 
     titles: Sequence[str] = ("objects", "most certain")
 
@@ -43,7 +43,7 @@ class ObjectDetector:
         self.min_score, self.views = min_score, views
         self.device = device
         self.class_names = ["background", *metadata["class_names"]]
-        # Checkpoints of 0.1 do not have them.
+        # Checkpoints of version 0.1 do not have them.
         ids = metadata.get("category_ids") or range(1, len(self.class_names))
         if len(ids) != len(self.class_names) - 1:
             raise ValueError(
@@ -100,10 +100,10 @@ class ObjectDetector:
             masks = masks_at([entry["mask"] for entry in objects], pil_to_tensor(page))
         scale = page.width / picture.width
         boxes = [[scale * number for number in entry["box"]] for entry in objects]
-        # The truth has no score.
+        # Ground truth has no score.
         labels = [
             f"{entry['label']} {entry['score']:.0%}" if "score" in entry else entry["label"]
             for entry in objects
         ]
-        # The most certain come first, and lie on top.
+        # The most certain come first, and are drawn on top.
         return draw_objects(page, boxes, labels, colours, masks)

@@ -1,4 +1,4 @@
-"""A detector's results as COCO's tools read them: one list, of images and categories by their ids."""
+"""A detector's results in the format of COCO's tools: one list, with images and categories by their ids."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -9,11 +9,11 @@ from softfree.data.images import some
 
 
 class CocoResults:
-    """Collects what was found in ``paths``.
+    """Collects the detections in ``paths``.
 
     Args:
-        category_ids: by class name, those of the training.
-        annotations: a COCO file whose ids are taken instead; it must have the pictures and the classes.
+        category_ids: the ids of the training, by class name.
+        annotations: a COCO file whose ids are used instead; it must have the pictures and the classes.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class CocoResults:
             self.image_ids = ids_of(paths, content["images"], annotations)
 
     def add(self, path: str, objects: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the objects of a picture, as ``predict`` returns them."""
+        """Add the objects of a picture, as ``predict`` returns them."""
         for found in objects:
             left, top, right, bottom = found["box"]
             entry = result_entry(
@@ -50,7 +50,7 @@ class CocoResults:
 
 
 def numbers_of(paths: Sequence[str]) -> dict[str, int]:
-    """By picture the number that is its name, as in COCO; 1, 2, ... where not all have one of their own.
+    """The number that is the name of each picture, as in COCO; 1, 2, ... if not all have their own.
 
     Example:
         >>> numbers_of(["val/000000000139.jpg", "val/7.jpg"]), numbers_of(["cat.jpg", "7.jpg"])
@@ -66,7 +66,10 @@ def numbers_of(paths: Sequence[str]) -> dict[str, int]:
 def ids_of(
     paths: Sequence[str], images: Sequence[Mapping[str, Any]], source: Path
 ) -> dict[str, int]:
-    """By picture the id of the image whose file name its path ends in; of several such, the longest."""
+    """For each picture, the id of the image whose file name its path ends with.
+
+    If there are several, the one with the longest name is taken.
+    """
     by_name: dict[str, list[Mapping[str, Any]]] = {}
     for image in sorted(images, key=lambda image: -len(image["file_name"])):
         by_name.setdefault(PurePath(image["file_name"]).name, []).append(image)
@@ -79,5 +82,7 @@ def ids_of(
                 found[path] = image["id"]
                 break
     if lacking := [path for path in paths if path not in found]:
-        raise ValueError(f"--annotations {source} has no image of the file name of {some(lacking)}")
+        raise ValueError(
+            f"--annotations {source} has no image with the file name of {some(lacking)}"
+        )
     return found

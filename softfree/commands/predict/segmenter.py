@@ -1,4 +1,4 @@
-"""What `softfree predict` does with segmentation networks."""
+"""`softfree predict` for segmentation networks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from softfree.models.views import AS_IS, Views
 from softfree.training.classification import Normalize
 from softfree.training.segmentation import Segmentation, predict_classes
 
-MOST_COLOURS = 256  # of a PNG file with a palette
+MOST_COLOURS = 256  # in a PNG file with a palette
 
 
 class Segmenter:
@@ -91,15 +91,18 @@ class Segmenter:
         masks = masks_at([entry["mask"] for entry in entries], image)
         drawn = to_pil_image(draw_segmentation_masks(image, masks, OPACITY, colours))
         labels = [f"{entry['label']} {entry['share']:.1%}" for entry in entries]
-        # Of one size for all frames of a video.
+        # The legend has the same size for all frames of a video.
         widest = [f"{name} {1:.1%}" for name in self.class_names]
         return with_legend(drawn, labels, colours, widest)
 
     def class_map(self, result: dict[str, Any]) -> Image.Image:
-        """The number of the class of every pixel, from 0, in the colours of :meth:`drawing`; ``result`` has all classes."""
+        """The class number of every pixel, from 0, in the colours of :meth:`drawing`.
+
+        ``result`` has all classes.
+        """
         if len(self.class_names) > MOST_COLOURS:
             raise ValueError(
-                f"--class-maps has numbers for {MOST_COLOURS} classes, this model has {len(self.class_names)}"
+                f"--class-maps supports at most {MOST_COLOURS} classes, but this model has {len(self.class_names)}"
             )
         height, width = result["classes"][0]["mask"]["size"]
         classes = np.zeros((height, width), np.uint8)

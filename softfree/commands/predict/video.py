@@ -1,4 +1,4 @@
-"""What `softfree predict` does with videos: their frames a batch at a time, never a whole one."""
+"""`softfree predict` for videos: frames are handled a batch at a time, never all at once."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ class Watched:
 def predict_frames(
     predictor: Predictor, frames: Iterator[Frame], batch_size: int
 ) -> Iterator[tuple[Frame, dict[str, Any]]]:
-    """A result for each frame, in their order."""
+    """Yield a result for each frame, in order."""
     while batch := list(itertools.islice(frames, batch_size)):
         results = predictor.predict([predictor.prepare(frame.picture) for frame in batch])
         yield from zip(batch, results, strict=True)
@@ -38,9 +38,9 @@ def predict_video(
     emit: Callable[[dict[str, Any]], None],
     tick: Callable[[], object],
 ) -> Watched:
-    """Give ``emit`` a record for each frame, ``tick`` after each; write the video ``drawn`` with what was seen in it.
+    """Call ``emit`` with a record for each frame and ``tick`` after each.
 
-    Of a file that breaks off, what came before counts.
+    Write the video ``drawn`` with results. If a file breaks off, the frames before count.
     """
     watched = Watched()
 

@@ -1,7 +1,7 @@
 """Score a trained model: accuracy, average precision or mIoU, at any image size.
 
 `softfree validate --checkpoint OUT/best --data-dir D`, alone or under torchrun: each sample counts once. The
-checkpoint says of which task it is; `softfree validate TASK --help` lists a task's options.
+task is read from the checkpoint; `softfree validate TASK --help` lists a task's options.
 """
 
 import argparse
@@ -33,12 +33,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def with_task(argv: Sequence[str]) -> list[str]:
-    """The arguments, with the task of --checkpoint before them where they name none."""
+    """The arguments, preceded by the task of --checkpoint if they don't name one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint", type=Path)
     checkpoint = parser.parse_known_args(list(argv))[0].checkpoint
     if checkpoint is None or argv[0] in SUBCOMMANDS:
         return list(argv)
-    # A weights file has no word on its task; classifiers alone are validated from one.
+    # A weights file does not name its task; only classifiers can be validated from one.
     task = "classification" if checkpoint.is_file() else read_metadata(checkpoint).get("task")
     return [str(task), *argv]

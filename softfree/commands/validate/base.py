@@ -1,4 +1,4 @@
-"""What the tasks of `softfree validate` share: options, processes, the table and its file."""
+"""What all tasks of `softfree validate` share: options, processes, the table and its file."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ from softfree.training.settings import WORKERS
 
 @dataclasses.dataclass
 class Scores:
-    """What was found: rows for the file, and for people a title, a table and a line below it."""
+    """The results: rows for the file; a title, a table and a line below it for the terminal."""
 
     title: str
     rows: Sequence[Mapping[str, object]]
@@ -48,19 +48,19 @@ class Validation(ABC):
     checkpoint: Path
     """a checkpoint folder, such as OUT/best"""
     data_dir: str | None = None
-    """the data; otherwise what the checkpoint was trained on"""
+    """the data; otherwise the data that the checkpoint was trained on"""
     split: Literal["train", "val", "test"] = "val"
-    """which of the data: train, val or test"""
+    """which split of the data: train, val or test"""
     batch_size: int = 128
     """samples at a time"""
     workers: int = WORKERS
     """processes that load samples"""
     amp_dtype: AmpDtype = "auto"
-    """autocast; 'auto': bfloat16 on a GPU, none on a CPU"""
+    """autocast dtype; 'auto': bfloat16 on a GPU, none on a CPU"""
     device: str = "auto"
     """'cuda', 'cpu', or 'auto' for the GPU if there is one"""
     per_class: bool = False
-    """also the scores of each class, and the confusion matrix"""
+    """also show the scores of each class, and the confusion matrix"""
     csv: Path | None = None
     """write the table to this CSV file, with date, device and versions"""
     draw: Path | None = None
@@ -68,33 +68,33 @@ class Validation(ABC):
 
     @property
     def reading(self) -> dict[str, Any]:
-        """Keywords of :func:`~softfree.training.loading.evaluation`."""
+        """Keyword arguments for :func:`~softfree.training.loading.evaluation`."""
         return dict(batch_size=self.batch_size, workers=self.workers, amp_dtype=self.amp_dtype)
 
     @property
     def looks_at_classes(self) -> bool:
-        """Whether classes are asked for: to be shown or drawn."""
+        """Whether the scores of classes are to be shown or drawn."""
         return self.per_class or self.draw is not None
 
     def new_confusion(self, classes: int, processes: Processes) -> Tensor | None:
-        """Zeros (classes, classes) to count in what is taken for what, where that is asked for."""
+        """Zeros (classes, classes) for a confusion matrix, if one is needed; otherwise None."""
         if not self.looks_at_classes:
             return None
         return torch.zeros(classes, classes, dtype=torch.int64, device=processes.device)
 
     @property
     def subject(self) -> str:
-        """What is scored, as titles have it: the checkpoint, and the split if it is not the usual one."""
+        """What is scored, for titles: the checkpoint, and the split if it is not the default."""
         return str(self.checkpoint) + ("" if self.split == "val" else f", {self.split}")
 
     @property
     def row(self) -> dict[str, Any]:
-        """How every row of the file begins."""
+        """The first columns of every row of the file."""
         return {"checkpoint": str(self.checkpoint), "split": self.split}
 
     @abstractmethod
     def score(self, processes: Processes) -> Scores:
-        """The scores over the samples of all processes, with the files that this one could not read."""
+        """Compute the scores over the samples of all processes, with this process's unreadable files."""
 
     def run(self) -> int:
         """Score, print and write; return the exit code."""
@@ -126,7 +126,7 @@ class Validation(ABC):
                 save_rows(self.csv, rows, describe_environment(processes.device))
                 if self.draw is not None and scores.classes is not None:
                     model = scores.title.partition(", ")[0] or self.checkpoint.resolve().parent.name
-                    heading = f"{model}: which classes are taken for which ({self.split})"
+                    heading = f"{model}: which classes are mistaken for which ({self.split})"
                     save_figure(scores.classes.draw(heading), self.draw, "plot")
         return 0
 
@@ -136,9 +136,9 @@ class PictureValidation(Validation):
     """Options of every task on pictures."""
 
     tta: bool = False
-    """test-time augmentation: show each picture mirrored, too, and merge what comes out"""
+    """test-time augmentation: also run each picture mirrored, and merge the results"""
     tta_scales: tuple[float, ...] = ()
-    """test-time augmentation: show each picture at several times its size, e.g. 0.75 1 1.25"""
+    """test-time augmentation: run each picture at several multiples of its size, e.g. 0.75 1 1.25"""
 
     @property
     def views(self) -> Views:
@@ -158,9 +158,9 @@ class PictureValidation(Validation):
 
 
 def check_classes(checkpoint: Path, known: Sequence[str], given: Sequence[str]) -> None:
-    """Refuse data with other classes than the checkpoint's."""
+    """Raise if the classes of the data differ from those of the checkpoint."""
     if list(known) != list(given):
         raise ValueError(
-            f"--checkpoint {checkpoint} knows {len(known)} classes ({', '.join(known[:3])}, ...), "
+            f"--checkpoint {checkpoint} has {len(known)} classes ({', '.join(known[:3])}, ...), but "
             f"--data-dir has {len(given)} ({', '.join(given[:3])}, ...); they must be the same"
         )

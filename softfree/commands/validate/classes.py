@@ -1,4 +1,4 @@
-"""What `softfree validate --per-class` shows: a table of the classes, and what is taken for what."""
+"""What `softfree validate --per-class` shows: a table of the classes, and the confusion matrix."""
 
 import dataclasses
 import math
@@ -16,8 +16,8 @@ from softfree.commands.common import NOTHING, make_table
 from softfree.training.confusion import class_scores
 
 BACKGROUND = "background"
-MOST_PAIRS = 10  # of classes that are taken for each other, where the whole matrix is too wide
-LONGEST_NAME = 22  # of a class beside the matrix
+MOST_PAIRS = 10  # pairs of confused classes to show if the whole matrix is too wide
+LONGEST_NAME = 22  # of a class next to the matrix
 CELL = 4  # columns of a cell: a space and up to 100
 
 
@@ -26,12 +26,12 @@ class ClassScores:
     """Scores of each class.
 
     Args:
-        names: of the classes.
-        counted: what is counted, such as "pictures", and how many there are of each class.
-        figures: by kind ("box", "mask"; "" where there is one alone) and name, a value in percent for each class,
-            NaN or None where there is none.
-        confusion: (n, n) counts, row the truth, column the prediction; with one more row and column for the
-            background, n + 1. None: not shown.
+        names: the names of the classes.
+        counted: what is counted, such as "pictures", and the count of each class.
+        figures: by kind ("box", "mask"; "" if there is only one) and name, a percentage for each class, NaN
+            or None if there is none.
+        confusion: (n, n) counts, rows are the truth, columns the predictions; or (n + 1, n + 1) with a last
+            row and column for the background. None: not shown.
     """
 
     names: Sequence[str]
@@ -46,7 +46,7 @@ class ClassScores:
         return [*self.names, BACKGROUND][: len(self.confusion)]
 
     def rows(self, begin: Mapping[str, object]) -> list[dict[str, object]]:
-        """A row of the file for each class and kind: its figures, and how often it was taken for each class."""
+        """A row of the file for each class and kind: its figures, and how often each class was predicted."""
         what, counts = self.counted
         rows: list[dict[str, object]] = []
         for number, (kind, figures) in enumerate(self.figures.items()):
@@ -55,7 +55,7 @@ class ClassScores:
                 values = {title: _known(column[index]) for title, column in figures.items()}
                 rows.append({**start, "class": name, what: counts[index], **values})
             if number == 0 and self.confusion is not None:
-                # The background has nothing but what is found there.
+                # The background has no figures, only the detections that are found there.
                 rows += [{**start, "class": name} for name in self.axis[len(self.names) :]]
                 columns = [f"predicted {name}" for name in self.axis]
                 if len(set(columns)) < len(columns):
@@ -65,7 +65,7 @@ class ClassScores:
         return rows
 
     def print(self, console: Console) -> None:
-        """The table of the classes, one for each kind."""
+        """Print the table of the classes, one for each kind."""
         what, counts = self.counted
         for kind, figures in self.figures.items():
             table = make_table([kind or "class", what, *(f"{title} %" for title in figures)])
@@ -76,7 +76,7 @@ class ClassScores:
             console.print(table)
 
     def print_confusion(self, console: Console) -> None:
-        """What is taken for what: the whole matrix if it fits, otherwise the most frequent pairs."""
+        """Print the confusion matrix if it fits, otherwise the most frequent pairs."""
         if self.confusion is None:
             return
         confusion, shares = self.confusion, row_shares(self.confusion)
@@ -105,8 +105,8 @@ class ClassScores:
         pairs = [pair for pair in pairs if wrong[pair]]
         if not pairs:
             return
-        console.print("Most often taken for another", style="bold")
-        table = make_table(["truth", "taken for", "times", "% of the truth"])
+        console.print("Most frequent mistakes", style="bold")
+        table = make_table(["truth", "predicted", "times", "% of the truth"])
         table.columns[1].justify = "left"
         table.columns[1].no_wrap = False
         for pair in pairs:
@@ -115,7 +115,7 @@ class ClassScores:
         console.print(table)
 
     def draw(self, title: str) -> Any:
-        """A figure of both."""
+        """Draw a figure of both."""
         assert self.confusion is not None
         bars = {
             f"{kind} {name}".strip(): [_known(value) for value in values]
@@ -126,7 +126,7 @@ class ClassScores:
 
 
 def classes_of(what: str, names: Sequence[str], confusion: Tensor | None) -> ClassScores | None:
-    """Scores of a classifier, from its counts (classes, classes) of ``what``; None without counts."""
+    """Scores of a classifier from its confusion matrix (classes, classes) of ``what``; None without one."""
     if confusion is None:
         return None
     figures = class_scores(confusion)
@@ -136,7 +136,7 @@ def classes_of(what: str, names: Sequence[str], confusion: Tensor | None) -> Cla
 
 
 def row_shares(counts: np.ndarray) -> np.ndarray:
-    """Each row in percent of its sum; 0 in a row of nothing."""
+    """Each row in percent of its sum; 0 if the sum is 0."""
     return 100 * counts / counts.sum(1, keepdims=True).clip(min=1)
 
 

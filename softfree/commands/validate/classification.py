@@ -26,28 +26,28 @@ class ValidateClassification(PictureValidation):
     checkpoint: Path
     """a checkpoint folder, such as OUT/best; or a weights file, with --model"""
     data_dir: str | None = None
-    """folder with train/, val/ and perhaps test/; otherwise what the checkpoint was trained on"""
+    """folder with train/, val/ and perhaps test/; otherwise the data that the checkpoint was trained on"""
     dataset: str = ""
-    """a data set as timm names it, in --data-dir"""
+    """name of a data set in timm's notation, stored in --data-dir"""
     img_size: tuple[int, ...] = ()
-    """one or several sides of the pictures; otherwise that of the training"""
+    """one or several picture sizes; otherwise the training size"""
     crop_pct: float | None = None
     """share of the shorter side that the centre crop takes; otherwise the checkpoint's"""
     model: str = ""
     """for a weights file: the model it belongs to, e.g. softpp_tiny_release"""
     model_kwargs: tuple[str, ...] = ()
-    """arguments of the model other than in training, e.g. landmarks=conv:49"""
+    """model arguments that differ from training, e.g. landmarks=conv:49"""
     strict_data: bool = False
     """stop at the first picture that can't be read"""
     data_on_device: bool = False
-    """keep all pictures, of one size, in the device's memory and resize them there"""
+    """keep all pictures in the device's memory and resize them there; they must have the same size"""
 
     def score(self, processes: Processes) -> Scores:
         for size in self.img_size:
             check_positive("--img-size", size)
         if self.checkpoint.is_file() and not self.model:
             raise ValueError(
-                f"--checkpoint {self.checkpoint} is a file: give the --model it belongs to"
+                f"--checkpoint {self.checkpoint} is a file: set the --model it belongs to"
             )
         kwargs = parse_model_kwargs(self.model_kwargs)
         from_folder = self.checkpoint.is_dir() or not self.model
@@ -60,7 +60,7 @@ class ValidateClassification(PictureValidation):
         else:
             if not self.data_dir and not self.dataset:
                 raise ValueError(
-                    f"--data-dir is needed: {self.checkpoint} is no checkpoint folder that names its data"
+                    f"--data-dir is needed: {self.checkpoint} is not a checkpoint folder that names its data"
                 )
             data = load_images(
                 self.data_dir, dataset=self.dataset, strict=self.strict_data, split=self.split

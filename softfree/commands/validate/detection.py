@@ -30,22 +30,23 @@ class ValidateDetection(PictureValidation):
     """COCO's average precision on the validation pictures: boxes, and masks for Mask R-CNN."""
 
     data_dir: str | None = None
-    """folder in the layout of COCO, Roboflow, VOC or YOLO; otherwise what the checkpoint was trained on"""
+    """folder in the layout of COCO, Roboflow, VOC or YOLO; otherwise the data that the checkpoint was trained
+    on"""
     skip_bad_annotations: bool = False
-    """leave out annotations that can't be used, instead of an error"""
+    """skip annotations that can't be used instead of raising an error"""
     short_side: int | None = None
     """short side that pictures are resized to; otherwise as in the training"""
     max_size: int | None = None
-    """no side becomes longer than this; otherwise as in the training, in proportion to --short-side"""
+    """maximum length of the longer side; otherwise as in the training, in proportion to --short-side"""
     batch_size: int = 8
     """pictures at a time"""
     min_score: float = 0.5
-    """of the confusion matrix: leave out objects that the detector is less certain of, as predict does"""
+    """confusion matrix: drop detections with a lower score, as predict does"""
     results: Path | None = None
-    """write what was found to this file, as COCO's own tools read it (their loadRes)"""
+    """write the detections to this file, in the format of COCO's own tools (their loadRes)"""
 
     def _size(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
-        """The short side, and the limit of the long one."""
+        """The short side, and the maximum of the long side."""
         usual = arguments["min_size"], arguments["max_size"]
         short_side, max_size = scaled_size(*usual, self.short_side)
         max_size = max_size if self.max_size is None else self.max_size

@@ -22,11 +22,11 @@ class ValidateLongRange(Validation):
     """Accuracy and loss on a task of the Long Range Arena, or on twins."""
 
     data_dir: str | None = None
-    """the task's files; otherwise what the checkpoint was trained on"""
+    """folder with the task's files; otherwise the data that the checkpoint was trained on"""
     split: Literal["train", "dev", "val", "test"] = "test"  # type: ignore[assignment]
     """train, dev (or val, which is the same) or test"""
     eval_samples: int = 0
-    """score so many samples, drawn at random, always the same; 0: all"""
+    """score only this many random samples, always the same ones; 0: all"""
     batch_size: int = 32
     """samples at a time"""
     workers: int = 2

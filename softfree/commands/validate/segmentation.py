@@ -22,17 +22,16 @@ HEAD_TITLES = {"upernet": "UPerNet", "linear": "a linear head"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateSegmentation(PictureValidation):
-    """Mean intersection over union (mIoU) on the validation pictures, and that of each class."""
+    """Mean intersection over union (mIoU) on the validation pictures, and the IoU of each class."""
 
     data_dir: str | None = None
-    """folder in one of the known layouts; otherwise what the checkpoint was trained on"""
+    """folder in one of the known layouts; otherwise the data that the checkpoint was trained on"""
     batch_size: int = 1
-    """pictures that a loading process hands over at a time"""
+    """pictures that a loading process delivers at a time"""
     window: int | None = None
-    """side of the windows that slide over a picture; 0: the whole picture at once; otherwise as in the
-    training"""
+    """side of the sliding windows; 0: the whole picture at once; otherwise as in the training"""
     short_side: int | None = None
-    """short side that pictures are resized to; 0: as they are; otherwise as in the training"""
+    """short side that pictures are resized to; 0: not resized; otherwise as in the training"""
 
     def score(self, processes: Processes) -> Scores:
         model, metadata = Segmentation.load(self.checkpoint, processes.device)

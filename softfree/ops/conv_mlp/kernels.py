@@ -1,9 +1,10 @@
 # mypy: disable-error-code="assignment"
 """A depthwise 3 x 3 convolution of tokens with GELU after it, and the gradient of both.
 
-A program takes some columns of an image, some channels, and goes down the image's rows. A thread has ``COLUMNS`` columns side by
-side, so that what it reads of a row serves up to three of its results; tiles are (GROUPS, C), one for each of these columns
-and one for the neighbours on either side. What lies outside of the image is 0.
+A program takes some columns of an image and some channels, and moves down the image's rows. A thread has
+``COLUMNS`` adjacent columns, so that each value it reads from a row serves up to three of its results. Tiles
+are (GROUPS, C): one for each of these columns and one for the neighbour on either side. Values outside of the
+image are 0.
 """
 
 import triton
@@ -14,7 +15,10 @@ from softfree.ops.shared.kernels import gelu, gelu_and_slope
 
 @triton.jit
 def load_filters(p_w, channel, inside, FLIP: tl.constexpr):
-    """The nine weights of each channel, row by row, each (1, C); ``FLIP`` turns the filter by 180 degrees."""
+    """The nine weights of each channel, row by row, each (1, C).
+
+    ``FLIP`` rotates the filter by 180 degrees.
+    """
     weights = ()
     for place in tl.static_range(9):
         p_tap = p_w + channel * 9 + (8 - place if FLIP else place)
@@ -27,7 +31,7 @@ def load_filters(p_w, channel, inside, FLIP: tl.constexpr):
 def load_row(
     p_x, y, x, channel, inside, height, width, channels, BEFORE: tl.constexpr, AFTER: tl.constexpr
 ):
-    """Row y of an image at columns x - BEFORE, ... x + AFTER, each (GROUPS, C) as it lies there, 0 outside."""
+    """Row y of an image at columns x - BEFORE, ..., x + AFTER, each (GROUPS, C), not cast, 0 outside."""
     p_row = p_x + ((y * width).to(tl.int64) + x[:, None]) * channels + channel[None, :]
     exists = (y >= 0) & (y < height) & inside[None, :]
     tiles = ()
@@ -40,7 +44,7 @@ def load_row(
 
 @triton.jit
 def add_row(sums, weights, row, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
-    """What a row adds to the convolution at COLUMNS columns by the three weights from FIRST on."""
+    """Add a row's contribution to the convolution at COLUMNS columns, with three weights from FIRST on."""
     found = ()
     for column in tl.static_range(COLUMNS):
         b_sum = sums[column]
@@ -62,8 +66,11 @@ def each_column(b_tile, COLUMNS: tl.constexpr):
 @triton.jit
 def position(item, height, width, channels, strips, tiles_x, rows,
              COLUMNS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
-    """Of an item, a strip of rows of some columns: where its image begins, its first row and the one after its last,
-    and the first column of each group."""
+    """The position of an item, which is a strip of rows of some columns.
+
+    Returns the offset of its image, its first row, the row after its last, and the first column of each
+    group.
+    """
     image = (item // (strips * tiles_x)).to(tl.int64) * height * width * channels
     top = item // tiles_x % strips * rows
     x = (item % tiles_x * GROUPS + tl.arange(0, GROUPS)) * COLUMNS
@@ -75,7 +82,10 @@ def conv_gelu_kernel(
     p_x, p_w, p_b, p_out, height, width, channels, strips, tiles_x, rows,
     FAST: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (images * strips * tiles_x, tiles of channels). Writes ``gelu(conv(x) + b)`` of a strip of rows."""
+    """Grid (images * strips * tiles_x, tiles of channels).
+
+    Writes ``gelu(conv(x) + b)`` of a strip of rows.
+    """
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
     weights = load_filters(p_w, channel, inside, False)
@@ -92,7 +102,7 @@ def conv_gelu_kernel(
     below = add_row(start, weights, row, 0, COLUMNS)
     row = load_row(p_x, top + 1, x, channel, inside, height, width, channels, 1, COLUMNS)
     for y in range(top, bottom):
-        # While it comes, the row before it is taken.
+        # While this row is loading, the one before it is processed.
         coming = load_row(p_x, y + 2, x, channel, inside, height, width, channels, 1, COLUMNS)
         here = add_row(here, weights, row, 6, COLUMNS)
         places = image + ((y * width).to(tl.int64) + x[:, None]) * channels + channel[None, :]
@@ -111,9 +121,9 @@ def conv_gelu_backward_kernel(
     height, width, channels, strips, tiles_x, rows, items, stretches,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (stretches, tiles of channels). Writes dz of ``z = conv(x) + b``, and parts of its sum, b's gradient.
+    """Grid (stretches, tiles of channels). Writes dz for ``z = conv(x) + b``, and parts of b's gradient.
 
-    p_g: the gradient of ``gelu(z)``, which gives place to that.
+    p_g: the gradient of ``gelu(z)``; it is overwritten by ``gelu(z)``.
     p_parts: (stretches, channels).
     """
     stretch = tl.program_id(0)
@@ -159,7 +169,10 @@ def conv_gelu_backward_kernel(
 
 @triton.jit
 def add_products(sums, x, row, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
-    """Nine sums, those of three weights from FIRST on with the products of a row's columns and their neighbours in it."""
+    """Nine sums for the nine weights.
+
+    To the three from FIRST on, products of x and ``row`` with its neighbours are added.
+    """
     found = ()
     for place in tl.static_range(9):
         b_sum = sums[place]
@@ -176,9 +189,9 @@ def conv_backward_kernel(
     height, width, channels, strips, tiles_x, rows, items, stretches,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (stretches, tiles of channels). Writes dx, dz convolved with turned filters, and parts of sums.
+    """Grid (stretches, tiles of channels). Writes dx (dz convolved with rotated filters), and parts of sums.
 
-    p_parts: (stretches, 10, channels), the gradient of the turned filters, row by row, and the sum of dx.
+    p_parts: (stretches, 10, channels), the gradient of the rotated filters, row by row, and the sum of dx.
     """
     stretch = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -202,9 +215,9 @@ def conv_backward_kernel(
         here = add_row(here, weights, row, 3, COLUMNS)
         sums = add_products(sums, x_here, row, 3, COLUMNS)
         for y in range(top, bottom):
-            # Row y of dx lacks what lies below it, and y + 1 what is beside and below.
+            # Row y of dx still lacks the row below it; row y + 1 still lacks its own row and the one below.
             below = add_row(start, weights, row, 0, COLUMNS)
-            within = tl.where(y + 1 < bottom, height, 0)  # else another item's
+            within = tl.where(y + 1 < bottom, height, 0)  # else it is another item's row
             x_below = load_row(
                 p_x + image, y + 1, x, channel, inside, within, width, channels, 0, COLUMNS - 1
             )

@@ -1,11 +1,12 @@
-"""Two linear layers with a depthwise 3 x 3 convolution over the image and GELU between them, on a GPU in half precision.
+"""Two linear layers with a depthwise 3 x 3 convolution and GELU between them, on a GPU in half precision.
 
-As in :mod:`softfree.ops.mlp`, ``softfree::conv_mlp`` keeps of the hidden layer, the widest tensor of a block, what the first
-linear layer gave, and nothing after it: the backward pass convolves again, and takes the gradients of the filters, of all
-biases and GELU's result in passes that it has to make anyway. Convolution and GELU are one pass over the memory each way, the
-gradient of the hidden layer another.
+The convolution is over the image. As in :mod:`softfree.ops.mlp`, ``softfree::conv_mlp`` keeps only the first
+linear layer's result, and nothing computed from it: the hidden layer is the widest tensor of a block. The
+backward pass convolves again and computes the gradients of the filters and biases, and GELU's result, in
+passes that it makes anyway. Convolution and GELU are one pass over memory each way; the gradient of the
+hidden layer is another.
 
-Without a gradient (``softfree::conv_mlp_in_parts``) the hidden layer of many images is made a part at a time.
+Without a gradient (``softfree::conv_mlp_in_parts``) the hidden layer of many images is computed in parts.
 """
 
 import functools
@@ -24,13 +25,17 @@ from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import power_of_two, tiles_of
 from softfree.ops.shared.sums import column_sums, sum_of_parts
 
-SIDE = 3  # of the filters that the kernels know
-ROWS = 28  # of a strip; of few pictures a quarter, so that all processors have some
+SIDE = 3  # the only filter size that the kernels support
+ROWS = 28  # per strip; for few pictures a quarter of it, so that all processors have work
 
 
 class Weights(NamedTuple):
-    """Of the first linear layer, (hidden, channels) and (hidden,); of the convolution, (hidden, 1, k, k) with k odd and
-    (hidden,); of the second linear layer, (out, hidden) and (out,)."""
+    """The weights of the three layers.
+
+    weight1, bias1: first linear layer, (hidden, channels) and (hidden,).
+    filters, bias: convolution, (hidden, 1, k, k) with k odd, and (hidden,).
+    weight2, bias2: second linear layer, (out, hidden) and (out,).
+    """
 
     weight1: Tensor
     bias1: Tensor
@@ -46,8 +51,8 @@ def conv_mlp(x: Tensor, weights: Weights, size: tuple[int, int], *, unseen: bool
     ``conv(h)[y, x, c] = sum filters[c, 0, dy, dx] h[y + dy, x + dx, c]``, zeros outside.
 
     Args:
-        x: (batch, prefix + H * W, channels); the convolution passes prefix tokens by.
-        weights: of the three layers.
+        x: (batch, prefix + H * W, channels); the convolution skips the prefix tokens.
+        weights: the weights of the three layers.
         size: (H, W).
         unseen: as in :func:`softfree.ops.mlp.mlp`.
 
@@ -89,12 +94,12 @@ def _by_library(x: Tensor, weights: Weights, size: tuple[int, int]) -> Tensor:
 
 
 def over_grid(x: Tensor, size: tuple[int, ...], convolve: Callable[[Tensor], Tensor]) -> Tensor:
-    """Tokens with those of a sequence, an image or a volume convolved, and those before them as they are.
+    """Convolve the tokens of a sequence, an image or a volume; prefix tokens before them stay unchanged.
 
     Args:
         x: (batch, prefix + tokens, channels).
         size: (tokens,), (H, W) or (T, H, W).
-        convolve: (batch, channels, *size) to the same shape.
+        convolve: maps (batch, channels, *size) to the same shape.
 
     Returns:
         (batch, prefix + tokens, channels)
@@ -111,11 +116,11 @@ def over_grid(x: Tensor, size: tuple[int, ...], convolve: Callable[[Tensor], Ten
 
 
 def _in_parts(x: Tensor, weights: Weights, height: int, width: int) -> Tensor:
-    """:func:`conv_mlp` without a gradient, some images after the others."""
+    """:func:`conv_mlp` without a gradient, with the images in parts."""
     batch, tokens, channels = x.shape
     weight1, bias1, filters, bias, weight2, bias2 = weights
     bias1, bias2 = bias1.to(x.dtype), bias2.to(x.dtype)
-    # Before and after the convolution.
+    # The hidden layer before and after the convolution.
     hidden_bytes = 2 * batch * tokens * weight1.shape[0] * x.itemsize
     step = tiles_of(batch, max(1, tiles_of(hidden_bytes, PART_BYTES)))
     out = x.new_empty((batch, tokens, weight2.shape[0]))
@@ -123,7 +128,7 @@ def _in_parts(x: Tensor, weights: Weights, height: int, width: int) -> Tensor:
         hidden = torch.addmm(bias1, images.reshape(-1, channels), weight1.T)
         hidden = _conv_gelu(hidden, filters, bias, len(images), height, width)
         torch.addmm(bias2, hidden, weight2.T, out=found.view(-1, found.shape[2]))
-        del hidden  # its memory is the next part's
+        del hidden  # frees its memory for the next part
     return out
 
 
@@ -132,7 +137,10 @@ def _fake_in_parts(x, weights, height, width):
 
 
 def _forward(x: Tensor, weights: Weights, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """The result and the hidden layer before the convolution. Filters and biases may be of another dtype."""
+    """The result and the hidden layer before the convolution.
+
+    Filters and biases may have a different dtype.
+    """
     weight1, bias1, filters, bias, weight2, bias2 = weights
     hidden = F.linear(x, weight1, bias1.to(x.dtype))
     activation = _conv_gelu(hidden, filters, bias, x.shape[0], height, width)
@@ -152,10 +160,10 @@ def _backward(
     rows, grad_rows = x.reshape(-1, x.shape[2]), grad.reshape(-1, grad.shape[2])
     filters, sizes = weights.filters, (x.shape[0], height, width)
     hidden = hidden.contiguous()
-    activation = grad_rows @ weights.weight2  # first its gradient
+    activation = grad_rows @ weights.weight2  # at first this is the activation's gradient
     grad_conv, grad_bias = _conv_gelu_backward(activation, hidden, filters, weights.bias, *sizes)
     grad_weight2 = grad_rows.T @ activation
-    del activation  # its memory is free for the gradients that follow
+    del activation  # frees its memory for the gradients that follow
     grad_hidden, grad_filters, grad_bias1 = _conv_backward(grad_conv, hidden, filters, *sizes)
     del grad_conv
     return (
@@ -180,7 +188,7 @@ def _fake_backward(grad, x, hidden, weights, height, width):
 def _conv_gelu(
     hidden: Tensor, filters: Tensor, bias: Tensor, images: int, height: int, width: int
 ) -> Tensor:
-    """GELU of the convolution, of contiguous tokens."""
+    """GELU of the convolution, for contiguous tokens."""
     activation = torch.empty_like(hidden)
     if hidden.numel() > 0:
         sizes = images, height, width, hidden.shape[-1]
@@ -193,7 +201,7 @@ def _conv_gelu_backward(
     grad: Tensor, hidden: Tensor, filters: Tensor, bias: Tensor,
     images: int, height: int, width: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of the convolution's result and of its bias; GELU's result goes into ``grad``."""
+    """The gradients of the convolution's result and of its bias; GELU's result overwrites ``grad``."""
     channels = hidden.shape[-1]
     stretches, run, _ = _backward_launches(
         images, height, width, channels, devices.processors(hidden.device)
@@ -207,7 +215,7 @@ def _conv_gelu_backward(
 def _conv_backward(
     grad: Tensor, hidden: Tensor, filters: Tensor, images: int, height: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what was convolved and of the filters, and the sum of the former over the tokens."""
+    """The gradients of the convolution's input and of the filters, and the former's sum over the tokens."""
     channels = grad.shape[-1]
     stretches, _, run = _backward_launches(
         images, height, width, channels, devices.processors(grad.device)
@@ -235,12 +243,12 @@ def _forward_launch(images: int, height: int, width: int, channels: int, process
 def _backward_launches(
     images: int, height: int, width: int, channels: int, processors: int
 ) -> tuple[int, Any, Any]:
-    """Into how many stretches the items go, and what writes the gradients after and before the convolution."""
+    """The number of stretches, and the launches that write the gradients after and before the convolution."""
     from softfree.ops.conv_mlp.kernels import conv_backward_kernel, conv_gelu_backward_kernel
     from softfree.ops.shared.launching import Launch
 
     tiles = _Tiles(images, height, width, channels, processors, columns=2, elements=512)
-    # Two for each place: three programs fit a processor.
+    # Three programs fit on a processor, and there should be two rounds of them.
     stretches = max(1, min(tiles.items, 6 * processors // tiles.of_channels))
     first, second = (
         Launch(
@@ -253,11 +261,11 @@ def _backward_launches(
 
 
 class _Tiles:
-    """What the programs of a kernel take: strips of rows, a few columns and channels each.
+    """The work of a kernel's programs: strips of rows, with a few columns and channels each.
 
     Args:
-        columns: side by side in a thread.
-        elements: of a tile.
+        columns: adjacent columns per thread.
+        elements: elements per tile.
     """
 
     def __init__(
@@ -292,7 +300,7 @@ def _gradient(ctx: Any, grad, _):
 
 
 def _flops(x, weights, height, width) -> int:
-    """Of the two products and the convolution."""
+    """FLOPs of the two products and the convolution."""
     hidden, channels = weights.weight1
     return 2 * x[0] * x[1] * hidden * (channels + weights.weight2[0] + SIDE * SIDE)
 

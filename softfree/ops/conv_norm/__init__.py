@@ -1,4 +1,4 @@
-"""What follows a convolution in evaluation: its bias, a batch norm, ReLU."""
+"""The bias, batch norm and ReLU after a convolution, in evaluation."""
 
 from softfree.ops.conv_norm.operator import fits, norm_relu
 

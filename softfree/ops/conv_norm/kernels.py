@@ -1,4 +1,4 @@
-"""A convolution's bias, a batch norm by running statistics, and ReLU, in one pass."""
+"""A convolution's bias, a batch norm with running statistics, and ReLU, in one pass."""
 
 import triton
 import triton.language as tl
@@ -19,6 +19,6 @@ def norm_relu_kernel(
     b_shift = load_vector(p_shift, channels, BLOCK_C) - load_vector(p_mean, channels, BLOCK_C)
     b_x = tl.load(p_x + places, mask=exists, other=0.0).to(tl.float32) + b_shift[None, :]
     b_y = b_x * b_scale[None, :] + load_vector(p_bias, channels, BLOCK_C)[None, :]
-    # Not a maximum, which would make a number of NaN.
+    # Not a maximum, which would turn NaN into a number.
     b_out = tl.where(b_y < 0, 0.0, b_y)
     tl.store(p_out + places, b_out.to(p_out.dtype.element_ty), mask=exists)

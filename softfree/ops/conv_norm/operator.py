@@ -1,7 +1,7 @@
-"""What follows a convolution in evaluation, its bias, a batch norm and ReLU, as one operator.
+"""The bias, batch norm and ReLU after a convolution in evaluation, as one operator.
 
-Registered as ``softfree::norm_relu``, for half precision on a GPU without a gradient. PyTorch begins a kernel for each of
-the three, whose hosts' time is most of what one picture takes.
+Registered as ``softfree::norm_relu``, for half precision on a GPU without a gradient. PyTorch launches a
+kernel for each of the three, and for a single picture most of the time is spent on launching them.
 """
 
 import functools
@@ -27,17 +27,17 @@ def norm_relu(
     bias: Tensor,
     eps: float,
 ) -> Tensor:
-    """``relu((x + shift - mean) / sqrt(variance + eps) * weight + bias)`` of each channel, computed in float32.
+    """``relu((x + shift - mean) / sqrt(variance + eps) * weight + bias)`` per channel, computed in float32.
 
     Args:
-        x: (batch, channels, H, W), of a convolution without its bias; see :func:`fits`.
-        shift: that bias, (channels,).
+        x: (batch, channels, H, W), the result of a convolution without its bias; see :func:`fits`.
+        shift: the bias of the convolution, (channels,).
         mean, variance: running statistics of the norm, (channels,).
-        weight, bias: of the norm, (channels,).
+        weight, bias: parameters of the norm, (channels,).
         eps: added to the variance.
 
     Returns:
-        (batch, channels, H, W), channels last in memory where our kernel computes it.
+        (batch, channels, H, W), channels last in memory if our kernel computes it.
 
     Example:
         >>> import torch
@@ -52,9 +52,9 @@ def norm_relu(
 
 
 def fits(x: Tensor, channels: int) -> bool:
-    """Whether what follows a convolution of ``x`` to so many channels is to be left to :func:`norm_relu`."""
+    """Whether :func:`norm_relu` should be used after a convolution of ``x`` to ``channels`` channels."""
     if torch.compiler.is_dynamo_compiling():
-        return False  # torch.compile makes one kernel of it by itself
+        return False  # torch.compile fuses these itself
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return False
     if type(x) is not Tensor or _C._are_functorch_transforms_active():

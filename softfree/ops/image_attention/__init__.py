@@ -1,4 +1,4 @@
-"""A pyramid's attention layer as one operator."""
+"""The attention layer of a pyramid backbone as one operator."""
 
 from softfree.ops.image_attention.operator import Weights, fits, image_attention
 

@@ -1,12 +1,13 @@
-"""A pyramid's attention layer as one operator.
+"""The attention layer of a pyramid backbone as one operator.
 
-Projection to queries and values, landmarks, then :func:`softfree.soft_attention`, plus the convolution of the
-values, projected: the same kernels that these are on their own, here one after the other. What is saved is
-around them. Queries have two uses, and values too; the second writes its gradient on top of the first, straight
-into the gradient of the projection, where autograd would add up and copy full-size tensors.
+It projects to queries and values, samples landmarks, applies :func:`softfree.soft_attention`, adds the
+convolution of the values, and projects the result. The kernels are the same as in the separate operators, run
+one after the other; the savings are in between. Queries and values are each used twice. The second use adds
+its gradient to the first one's in place, in the gradient of the projection, whereas autograd would add and
+copy full-size tensors.
 
-Landmarks come of the queries by convolution, norm and GELU, as in the papers; or, in softfree's own family, queries
-are normed where they lie, and landmarks are means of their windows.
+As in the papers, landmarks are computed from the queries by convolution, norm and GELU. In softfree's own
+family, queries are normed in place and landmarks are means of their windows.
 
 Registered as ``softfree::image_attention``, for half precision on a GPU.
 """
@@ -32,13 +33,15 @@ from softfree.ops.window_product import operator as window_product
 class Weights(NamedTuple):
     """The layer's parameters.
 
-    qv_weight, qv_bias: of the projection to queries, which are the keys too, and values.
-    log_bandwidth: (heads,): queries are normed, see :func:`softfree.ops.query_norm.query_norm`, divided by the
-        bandwidth, and landmarks are means of windows. None: landmarks by the next three.
+    qv_weight, qv_bias: projection to queries (which are also the keys) and values.
+    log_bandwidth: (heads,). If given, queries are normed (:func:`softfree.ops.query_norm.query_norm`) and
+        divided by the bandwidth, and landmarks are means of windows. If None, the next three weights make the
+        landmarks.
     landmark_weight: (d, d, down, across), see :func:`softfree.ops.window_product.window_product`.
-    norm_weight, norm_bias: of the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
-    value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`; None: values are not convolved.
-    proj_weight, proj_bias: of the projection of the result.
+    norm_weight, norm_bias: the landmarks' norm, see :func:`softfree.ops.norm.landmark_norm`.
+    value_weight: (heads, 1, k, k), see :func:`softfree.ops.value_conv.value_conv`; None: no convolution of
+    the values.
+    proj_weight, proj_bias: projection of the result.
     """
 
     qv_weight: Tensor
@@ -53,13 +56,13 @@ class Weights(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the gradient needs of the forward pass.
+    """What the gradient needs from the forward pass.
 
-    qv: the projection, with queries normed if they are.
-    out: the attention with the values' convolution.
-    sampled: of each window: its product with the landmarks' weight, or its mean.
-    deviations: 1 over those of the queries that were normed, (batch, heads, n); None where none were.
-    inverse, u: of the attention.
+    qv: the projection; its queries are normed if the layer norms them.
+    out: the attention plus the values' convolution.
+    sampled: for each window, its product with the landmarks' weight, or its mean.
+    deviations: 1 over the deviation of each normed query, (batch, heads, n); None if queries are not normed.
+    inverse, u: as kept by the attention.
     """
 
     qv: Tensor
@@ -88,16 +91,17 @@ def image_attention(
 
     Args:
         x: (batch, n, channels); see :func:`fits`.
-        weights: the layer's.
-        pooling: (landmarks, windows), by which windows' landmarks are averaged; ``share`` is landmarks over
-            windows. None: each window has its landmark.
-        grid: (rows, columns) of the tokens that landmarks are made of: the last ones.
+        weights: the layer's weights.
+        pooling: (landmarks, windows), the matrix that averages the windows' landmarks; ``share`` is landmarks
+            over windows. None: each window has its own landmark.
+        grid: (rows, columns) of the tokens that landmarks are made from, which are the last ones.
         window: (down, across), the tokens of one landmark.
-        size: (H, W) of those that the values' convolution sees, the last ones; others pass unchanged.
-        eps: of the norm of landmarks by convolution.
-        landmark_norm: whether the means that are landmarks are normed as the queries are.
+        size: (H, W) of the tokens that the values' convolution sees, which are the last ones; the values of
+            earlier tokens are added unchanged.
+        eps: eps of the norm of convolution landmarks.
+        landmark_norm: whether landmarks that are means are normed like the queries.
         normalize, inverse: see :func:`softfree.soft_attention`.
-        unseen: that :func:`softfree.ops.shared.registration.unseen` holds for all these tensors.
+        unseen: whether :func:`softfree.ops.shared.registration.unseen` holds for all these tensors.
 
     Returns:
         (batch, n, channels)
@@ -118,7 +122,7 @@ def image_attention(
 
 
 def fits(x: Tensor, heads: int, value_weight: Tensor | None) -> bool:
-    """Whether this operator takes the tokens ``x``."""
+    """Whether this operator accepts the tokens ``x``."""
     return (
         devices.usable(x, dtype=autocast_dtype(x))
         and x.shape[2] <= value_conv.MAX_CHANNELS * heads
@@ -127,7 +131,7 @@ def fits(x: Tensor, heads: int, value_weight: Tensor | None) -> bool:
 
 
 def _heads(weights: Any, channels: int) -> int:
-    """How many a layer of so many channels has, from its weights."""
+    """The number of heads of a layer with ``channels`` channels, from its weights."""
     if weights.log_bandwidth is not None:
         return weights.log_bandwidth.shape[0]
     return channels // weights.landmark_weight.shape[0]
@@ -143,7 +147,7 @@ def _forward(
     settings: AttentionSettings,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result and, to ``keep``, what its gradient needs; else None."""
+    """The result and, with ``keep``, what its gradient needs."""
     if not keep:
         out = _pass(x, weights, pooling, places, eps, landmark_norm, settings)
         return out, *(LEFT_OUT,) * len(Kept._fields)
@@ -170,19 +174,19 @@ def _pass(
     landmark_norm: bool,
     settings: AttentionSettings,
 ) -> Tensor:
-    """The result alone."""
+    """The result without anything kept for the gradient."""
     qv = _linear(x.contiguous(), weights.qv_weight, weights.qv_bias)
     plan = _plan(qv, weights, pooling, places, eps, landmark_norm, settings)
     program = plan.passing
     out = qv.new_empty(plan.out)
-    # PyTorch has products in float32 where landmarks are too many for one program.
+    # With too many landmarks for one program, PyTorch computes float32 products.
     with NOTHING if plan.fused else full_precision(qv.device):
         program([qv, out, program.room.empty(qv), *_small(weights)], pooling)
-    del qv  # its memory is free for the result
+    del qv  # frees its memory for the result
     return _linear(out, weights.proj_weight, weights.proj_bias)
 
 
-@functools.cache  # an import, too, takes a microsecond
+@functools.cache  # even a repeated import takes a microsecond
 def _remembered_plan() -> Any:
     from softfree.ops.image_attention.plan import remembered_plan
 
@@ -209,7 +213,7 @@ def _plan(
 
 
 def _small(weights: Weights) -> list[Tensor]:
-    """The weights that kernels read: filters of the values, where there are some, and those of the landmarks."""
+    """The weights that kernels read: the filters of the values, if any, and the weights of the landmarks."""
     filters = [] if weights.value_weight is None else [weights.value_weight]
     of_landmarks = weights[2:3] if weights.landmark_weight is None else weights[3:6]
     return [_of(weight).contiguous() for weight in (*filters, *of_landmarks)]
@@ -242,9 +246,11 @@ def _backward(
     landmark_norm: bool,
     settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of weight and bias of qv, bandwidth, landmarks, norm (both), values, and weight and bias of proj.
+    """Gradients of the input and of the weights.
 
-    What the layer does not have is left out.
+    They are those of x, the weight and bias of qv, the bandwidth, the landmarks' weight, their norm (weight
+    and bias in one tensor), the values' filters, and the weight and bias of proj. Those of weights that the
+    layer lacks are left out.
     """
     qv, out, sampled, deviations, inverse, u = kept
     plan = _plan(qv, weights, pooling, places, eps, landmark_norm, settings)
@@ -274,7 +280,11 @@ def _backward(
 
 
 def _room_for_gradients(weights: Weights) -> tuple[Any, ...]:
-    """Of filters, bandwidth, landmarks, their norm, biases of both projections: as a plan's backward pass writes them."""
+    """Empty gradients that a plan's backward pass writes.
+
+    They are those of the filters, bandwidth, landmarks' weight, their norm, and the biases of both
+    projections.
+    """
     norm_weight = weights.norm_weight
     return (
         _like(weights.value_weight),
@@ -313,7 +323,7 @@ def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _gradient(ctx: Any, grad, *_):
     if grad is None:
         return ()
-    saved = ctx.saved_tensors  # read once: under gradient checkpointing reading recomputes
+    saved = ctx.saved_tensors  # read once: under gradient checkpointing, each read recomputes
     fields = 1 + len(Weights._fields)
     weights, pooling, kept = Weights(*saved[1:fields]), saved[fields], Kept(*saved[fields + 1 :])
     x, qv_weight, qv_bias, width, landmark_weight, norms, value_weight, proj_weight, proj_bias = (
@@ -331,7 +341,7 @@ def _gradient(ctx: Any, grad, *_):
 
 
 def _flops(x, weights, pooling, places, eps, landmark_norm, settings, keep) -> int:
-    """Of its parts."""
+    """FLOPs of the layer: those of the attention and of everything around it."""
     around, q, landmarks = _flops_around(x, weights, pooling, places)
     return around + attention.flops(Inputs(q, None, q, landmarks), settings, "triton")
 
@@ -343,7 +353,7 @@ def _backward_flops(grad, x, weights, pooling, kept, places, eps, landmark_norm,
 
 
 def _flops_around(x, weights, pooling, places) -> tuple[int, Any, Any]:
-    """Of projections, convolutions and pooling; shapes of queries and landmarks."""
+    """FLOPs of projections, convolutions and pooling, and the shapes of queries and landmarks."""
     batch, n, channels = x
     width, windows = weights.log_bandwidth, weights.landmark_weight
     heads = channels // windows[0] if width is None else width[0]
@@ -374,11 +384,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _merge(tokens: Tensor) -> Tensor:
-    """(batch, heads, n, d) as (batch, n, heads * d), where they lie."""
+    """(batch, heads, n, d) as (batch, n, heads * d), without a copy."""
     return tokens.transpose(1, 2).flatten(2)
 
 
 def _of(weight: Tensor | None) -> Tensor:
-    """A weight that the form of the landmarks has."""
+    """A weight that is known to exist for this kind of landmarks."""
     assert weight is not None
     return weight

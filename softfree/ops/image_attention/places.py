@@ -1,4 +1,4 @@
-"""Where the tokens of a layer lie."""
+"""The positions of a layer's tokens."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,12 @@ from softfree.ops.window_product import window_grid
 
 
 class Places(NamedTuple):
-    """Where the tokens lie.
+    """The positions of a layer's tokens.
 
-    rows, columns: of the tokens that landmarks are made of: the last ones.
-    height, width: of those that the values' convolution sees, the last ones; others pass unchanged.
-    down, across: of a landmark's window.
+    rows, columns: grid of the tokens that landmarks are made from, which are the last ones.
+    height, width: image that the values' convolution sees, made of the last tokens; earlier ones pass
+    unchanged.
+    down, across: size of a landmark's window.
     """
 
     rows: int
@@ -43,7 +44,7 @@ class Places(NamedTuple):
 
 
 def split(qv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Queries and values by head, (batch, heads, n, d) each, where they lie in their projection."""
+    """Queries and values by head, (batch, heads, n, d) each, as views of their projection."""
     batch, n, both = qv.shape
     q, v = qv.view(batch, n, 2, heads, both // heads // 2).transpose(1, 3).unbind(2)
     return q, v

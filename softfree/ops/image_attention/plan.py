@@ -1,7 +1,8 @@
-"""The launches of a layer's passes, from sizes alone.
+"""The launches of a layer's passes, planned from sizes only.
 
-Everything between the two projections is one :class:`Chain`, whose tensors are few: what is not kept lies in a room. Work
-for PyTorch breaks it, where landmarks are pooled or are too many for one program.
+Everything between the two projections is one :class:`Chain` with few tensors: intermediate results that are
+not kept share a :class:`Room`. The chain is split where PyTorch has work to do: if landmarks are pooled, or
+if there are too many for one program.
 """
 
 import functools
@@ -22,13 +23,13 @@ from softfree.ops.value_conv import operator as value_conv
 from softfree.ops.window_product import operator as window_product
 
 Tensors = list[Tensor]
-Work = Callable[[Tensors, Any], None]  # of a program's tensors and the pooling
+Work = Callable[[Tensors, Any], None]  # takes a program's tensors and the pooling matrix
 
 
 class Program:
-    """A pass: chains of launches with PyTorch's work between them, and the room they need, all with the same tensors.
+    """A pass: chains of launches with PyTorch's work in between, on the same tensors, and scratch memory.
 
-    names: of the tensors, as the program is called with them; the third one is the room.
+    names: names of the tensors that the program is called with; the third one, "room", is the scratch memory.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -38,14 +39,14 @@ class Program:
         self.steps: list[Step] = []
 
     def part(self, name: str, offset: int = 0) -> Part:
-        """A tensor from its byte ``offset`` on."""
+        """The part of a named tensor that starts at byte ``offset``."""
         return Part(self.names.index(name), offset)
 
     def add(self, run: Any, *parts: Part) -> None:
         self.steps.append((run, parts))
 
     def pause(self, work: Work | None = None) -> None:
-        """End the chain, and have some other work done."""
+        """End the chain and schedule other work."""
         if self.steps:
             self.work.append(Chain(self.steps))
             self.steps = []
@@ -61,14 +62,14 @@ class Program:
 
 
 class Sampled(NamedTuple):
-    """Landmarks as the attention takes them, with what their norm divided by."""
+    """Landmarks as the attention takes them, and 1 over the deviations that their norm divided by."""
 
     landmarks: Part
     deviations: Part | None
 
 
 class Plan:
-    """Of a layer at one size; each pass is planned where it is first needed."""
+    """The plan for a layer at one size; each pass is planned when it is first needed."""
 
     def __init__(
         self,
@@ -89,12 +90,12 @@ class Plan:
         self.dtype, self.device, self.places, self.outputs = dtype, device, places, outputs
         self.filters, self.windows, self.biases = filters, windows, biases
         self.pooled, self.eps, self.landmark_norm = pooled is not None, eps, landmark_norm
-        self.normed = windows is None  # queries are
+        self.normed = windows is None  # whether queries are normed
         q, v = split(torch.empty(size, dtype=dtype, device="meta"), heads)
         self.strides = q.stride()
         self.batch, self.heads, self.n, self.d = q.shape
         self.channels = self.heads * self.d
-        # Bytes from one to the next, in the projection.
+        # Bytes from one token to the next in the projection.
         self.token = 2 * self.channels * dtype.itemsize
         self.rows = (self.n * self.channels, self.channels)  # strides of the result
         self.before_grid, self.before_image = (
@@ -116,25 +117,33 @@ class Plan:
         )  # fmt: skip
         self.out = (self.batch, self.n, self.channels)
         self.inverse, self.u, self.fused = self.call.inverse, self.call.sums, self.call.fused
-        # Sizes of what is kept in float32; inverse and U may be made by PyTorch.
+        # Sizes of the tensors kept in float32. PyTorch may allocate the inverse and U itself.
         inverse = self.inverse if self.fused else (0,)
         u = self.u if self.fused or not self.call.keeps_sums else (0,)
         self.kept = inverse, u, *([self.deviations] if self.normed else [])
 
     @property
     def weights(self) -> list[str]:
-        """Names of those that kernels read."""
+        """Names of the weights that kernels read."""
         of_landmarks = ["bandwidth"] if self.normed else ["windows", "norm_weight", "norm_bias"]
         return [*["filters"] * (self.filters is not None), *of_landmarks]
 
     @functools.cached_property
     def passing(self) -> Program:
-        """The forward pass, of the projection, the result, room, filters, and weights of the landmarks."""
+        """The forward pass without a gradient.
+
+        Its tensors are the projection, the result, scratch memory, the filters and the weights of the
+        landmarks.
+        """
         return self._forward(["qv", "out", "room", *self.weights])
 
     @functools.cached_property
     def keeping(self) -> Program:
-        """The same, then what is kept for the gradient: what is sampled, inverse, U and, of normed queries, deviations."""
+        """The forward pass that keeps tensors for the gradient.
+
+        These follow the tensors of :attr:`passing`: the sampled windows, the inverse, U and, for normed
+        queries, the deviations.
+        """
         kept = ["sampled", "inverse", "u"] + ["deviations"] * self.normed
         return self._forward(["qv", "out", "room", *self.weights, *kept])
 
@@ -167,7 +176,7 @@ class Plan:
         inverse, u = kept("inverse", self.inverse), kept("u", self.u)
         values = part("qv", self.channels * self.dtype.itemsize)
         if self.fused:
-            # Masks there are none; what stands in their place is not read.
+            # There are no masks; the tensors in their place are not read.
             tokens = qv, qv, values, landmarks, qv, qv
             program.steps += self.call.forward_steps(tokens, out, inverse, u, room)
         else:
@@ -178,11 +187,12 @@ class Plan:
 
     @functools.cached_property
     def backward(self) -> Program:
-        """Of gradients and what they are made of.
+        """The backward pass.
 
-        Its tensors are the projection, its gradient, room, the gradients of the layer's result and of what it was
-        projected from, filters, weights of the landmarks; what was kept; then, to be written, the gradients of filters,
-        weights of the landmarks (of the norm in one), and biases that there are.
+        Its tensors are the projection, its gradient, scratch memory, the gradients of the layer's result and
+        of the input of the last projection, the filters, the weights of the landmarks, and the tensors kept
+        by the forward pass. The outputs follow: the gradients of the filters, of the landmarks' weights
+        (weight and bias of the norm in one tensor) and of the biases that exist.
         """
         names = ["qv", "grad_qv", "room", "grad", "grad_out", *self.weights]
         names += ["sampled", "inverse", "u"] + ["deviations"] * self.normed
@@ -241,7 +251,7 @@ class Plan:
         return query_norm.norm_launch(sizes, self.strides, self.strides, self.n, *where, True)
 
     def _matrices(self, program: Program) -> Part:
-        """The weight of the windows as the kernels take it."""
+        """The windows' weight in the layout that the kernels take."""
         assert self.windows is not None
         matrices = program.room.part(self.windows, self.dtype)
         run = window_product.matrices_launch(self.windows)
@@ -249,7 +259,7 @@ class Plan:
         return matrices
 
     def _landmarks(self, program: Program, sampled: Part) -> Sampled:
-        """From what was sampled, of each window, to landmarks."""
+        """Turn what was sampled from each window into landmarks."""
         room, made = program.room, sampled
         if not self.normed:
             made = room.part(self.sampled, self.dtype)
@@ -277,7 +287,7 @@ class Plan:
             torch.Size(self.landmarks), *(self._landmark_strides,) * 2, self.landmarks[2],
             (1, self.landmarks[2]), (1, 1), False, True,
         )  # fmt: skip
-        # No means are written.
+        # No means are written, so the last tensor is not used.
         program.add(run, landmarks, program.part("bandwidth"), normed, deviations, normed)
         return Sampled(normed, deviations)
 
@@ -287,9 +297,9 @@ class Plan:
         return heads * count * d, count * d, d, 1
 
     def _convolve(self, program: Program, source: Part, target: Part, *, flip: bool) -> None:
-        """Add the values' convolution to the share of ``target``, or with ``flip`` its gradient; first tokens pass.
+        """Multiply ``target`` by the share and add the values' convolution, or with ``flip`` its gradient.
 
-        Without filters there is the share alone.
+        Tokens before the image are added without a convolution. Without filters only the share is applied.
         """
         first, itemsize = self.before_image, self.dtype.itemsize
         inner, outer = self._projection_rows, self.rows
@@ -325,7 +335,7 @@ class Plan:
         program.add(run, parts, parts, program.part(result))
 
     def _sample_backward(self, program: Program, sampled: Sampled, grad_landmarks: Part) -> None:
-        """From the gradient of landmarks, and of what is compared with them, to that of the projection's queries."""
+        """The gradient of the projected queries, from those of the landmarks and the attention's queries."""
         part, room = program.part, program.room
         of_width: list[tuple[Part, tuple[int, ...]]] = []  # parts of the bandwidths' gradient
         if sampled.deviations is not None:
@@ -384,7 +394,7 @@ class Plan:
     def _window_backward(
         self, program: Program, grad_made: Part, of_grid: Part, grad_of_grid: Part
     ) -> None:
-        """The same through the landmarks' norm and windows."""
+        """The same through the landmarks' norm and the window product."""
         part, room = program.part, program.room
         assert self.windows is not None
         numel, processors = torch.Size(self.sampled).numel(), devices.processors(self.device)
@@ -416,7 +426,7 @@ class Plan:
             program.add(run, part("grad_qv"), part("grad_qv"))
 
     def _attend(self, program: Program, landmarks: Part, tensors: Tensors, _: Any) -> None:
-        """The attention to landmarks too many for one program."""
+        """The attention with more landmarks than one program takes."""
         names = program.names
         q, v = split(tensors[0], self.heads)
         inputs = Inputs(q, None, v, _shaped(landmarks, tensors, self.landmarks))

@@ -1,4 +1,4 @@
-"""GELU again for the backward pass, its gradient, and that gradient's sum over all tokens."""
+"""GELU computed again for the backward pass, its gradient, and the gradient's sum over all tokens."""
 
 import triton
 import triton.language as tl
@@ -10,9 +10,9 @@ from softfree.ops.shared.kernels import gelu_and_slope
 def mlp_backward_kernel(
     p_g, p_h, p_dh, p_parts, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Grid (stretches, tiles of columns). Writes dh of its stretch of rows, and their sum, (COLUMNS,).
+    """Grid (stretches, tiles of columns). Writes dh for its stretch of rows, and their sum, (COLUMNS,).
 
-    p_g: the gradient of GELU's result, which gives place to that result.
+    p_g: the gradient of GELU's result; it is overwritten by that result.
     """
     stretch = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,11 +1,13 @@
 """Two linear layers with GELU between them, on a GPU in half precision.
 
-``softfree::mlp``, for training, does not keep GELU's result for the backward pass. It is as wide as the hidden layer, the
-widest tensor of a block. The backward pass reads the hidden layer for GELU's slope and can write GELU's result
-again on the way; it also sums up the first bias's gradient, which as a sum of its own would read that much once more.
+``softfree::mlp``, for training, does not keep GELU's result for the backward pass, because it is as wide as
+the hidden layer, the widest tensor of a block. The backward pass reads the hidden layer for GELU's slope
+anyway and recomputes GELU's result on the way. It also sums the gradient of the first bias, which would
+otherwise be a separate pass.
 
-Without a gradient the first layer's product takes GELU before it writes: a pass over the hidden layer less. Of many rows
-(``softfree::mlp_in_parts``) the hidden layer, by far the largest tensor of inference, is made a part at a time.
+Without a gradient, the first layer's product applies GELU before it writes, which saves a pass over the
+hidden layer. For many rows (``softfree::mlp_in_parts``) the hidden layer, by far the largest tensor in
+inference, is computed in parts.
 """
 
 import functools
@@ -25,7 +27,7 @@ from softfree.ops.shared.sums import column_sums, sum_of_parts
 
 ROWS, COLUMNS = 16, 128
 PROGRAMS_PER_PROCESSOR = 8
-# Of the hidden layer, without a gradient; smaller parts took longer on an H200.
+# The largest part of the hidden layer without a gradient; smaller parts took longer on an H200.
 PART_BYTES = 2**29
 
 
@@ -44,8 +46,8 @@ def mlp(
         x: (..., channels).
         weight1, bias1: (hidden, channels), (hidden,).
         weight2, bias2: (out, hidden), (out,).
-        unseen: that :func:`softfree.ops.shared.registration.unseen` holds for all these tensors, and ``x`` is
-            :func:`softfree.ops.shared.devices.usable`.
+        unseen: whether :func:`softfree.ops.shared.registration.unseen` holds for all these tensors and ``x``
+            is :func:`softfree.ops.shared.devices.usable`.
 
     Returns:
         (..., out)
@@ -76,9 +78,9 @@ def mlp(
 
 
 def are_trained(x: Tensor, parameters: Sequence[Tensor]) -> bool | None:
-    """Whether a gradient is wanted of all parameters; None where it is of some, or of ``x`` alone.
+    """Whether all parameters need a gradient; None if only some of them do, or only ``x``.
 
-    Of frozen ones an operator would compute gradients for nothing.
+    An operator would compute the gradients of frozen parameters for nothing.
     """
     if not torch.is_grad_enabled():
         return False
@@ -88,7 +90,7 @@ def are_trained(x: Tensor, parameters: Sequence[Tensor]) -> bool | None:
 
 
 def _is_followed() -> bool:
-    """Whether someone follows what PyTorch computes, to count it or to transform it, and may not know our product."""
+    """Whether a mode or transform follows PyTorch's operations and may not know the fused product."""
     return not torch.compiler.is_dynamo_compiling() and (
         _C._len_torch_dispatch_stack() > 0
         or _C._are_functorch_transforms_active()
@@ -97,20 +99,20 @@ def _is_followed() -> bool:
 
 
 def _is_long(x: Tensor, weight1: Tensor) -> bool:
-    """Whether the hidden layer of (rows, channels) is more than a part; a compiler does not ask, and is told yes."""
+    """Whether the hidden layer of (rows, channels) exceeds one part. Always True under ``torch.compile``."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return x.shape[0] * weight1.shape[0] * x.itemsize > PART_BYTES
 
 
 def _at_once(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-    """:func:`mlp` of (rows, channels) without a gradient."""
+    """:func:`mlp` for (rows, channels) without a gradient."""
     hidden = torch._addmm_activation(bias1, x, weight1.T, use_gelu=True)
     return F.linear(hidden, weight2, bias2)
 
 
 def _in_parts(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-    """The same, some rows after the others."""
+    """The same, with the rows in parts."""
     parts = max(1, tiles_of(x.shape[0] * weight1.shape[0] * x.itemsize, PART_BYTES))
     if parts == 1:
         return _at_once(x, weight1, bias1, weight2, bias2)
@@ -119,7 +121,7 @@ def _in_parts(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2:
     for rows, found in zip(x.split(step), out.split(step), strict=True):
         hidden = torch._addmm_activation(bias1, rows, weight1.T, use_gelu=True)
         torch.addmm(bias2, hidden, weight2.T, out=found)
-        del hidden  # its memory is the next part's
+        del hidden  # frees its memory for the next part
     return out
 
 
@@ -130,7 +132,10 @@ def _fake_in_parts(x, weight1, bias1, weight2, bias2):
 def _forward(
     x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The result and the hidden layer, of (rows, channels). Biases may be of another dtype than the rest."""
+    """The result and the hidden layer for (rows, channels).
+
+    Biases may have a different dtype from the rest.
+    """
     hidden = F.linear(x, weight1, bias1.to(x.dtype))
     return F.linear(F.gelu(hidden, approximate="tanh"), weight2, bias2.to(x.dtype)), hidden
 
@@ -147,7 +152,7 @@ def _backward(
     grad, hidden = grad.contiguous(), hidden.contiguous()
     grad_hidden, activation, grad_bias1 = _gelu_backward(grad @ weight2, hidden)
     grad_weight2 = grad.T @ activation
-    del activation  # its memory is free for the gradients that follow
+    del activation  # frees its memory for the gradients that follow
     grad_bias2 = column_sums(grad)
     return grad_hidden @ weight1, grad_hidden.T @ x, grad_bias1, grad_weight2, grad_bias2
 
@@ -163,7 +168,7 @@ def _fake_backward(grad, x, hidden, weight1, weight2):
 
 
 def _gelu_backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of ``hidden``, GELU of it in the place of ``grad``, and the gradient's sum over the rows."""
+    """The gradient of ``hidden``, GELU of it (overwriting ``grad``), and the sum of the gradient's rows."""
     stretches, run = _launch(*hidden.shape, devices.processors(hidden.device))
     grad_hidden = torch.empty_like(hidden)
     parts = hidden.new_empty((stretches, hidden.shape[1]), dtype=torch.float32)
@@ -173,7 +178,7 @@ def _gelu_backward(grad: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 @functools.lru_cache(maxsize=1024)
 def _launch(rows: int, columns: int, processors: int) -> tuple[int, Any]:
-    """Into how many parts the rows go, and what writes these."""
+    """The number of stretches that the rows are divided into, and the launch."""
     from softfree.ops.mlp.kernels import mlp_backward_kernel
     from softfree.ops.shared.launching import Launch
 
@@ -202,7 +207,7 @@ def _gradient(ctx: Any, grad, _):
 
 
 def _flops(x, weight1, bias1, weight2, bias2) -> int:
-    """Of the two products."""
+    """FLOPs of the two products."""
     hidden, channels = weight1
     return 2 * x[0] * hidden * (channels + weight2[0])
 

@@ -1,4 +1,4 @@
-"""LayerNorm with what stands before or after it."""
+"""LayerNorm fused with the operation before or after it."""
 
 from softfree.ops.norm.operator import add_norm, add_norm_over, landmark_norm
 

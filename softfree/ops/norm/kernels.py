@@ -1,6 +1,6 @@
-"""LayerNorm with what stands before or after it, in one pass each way: landmarks' GELU, a block's sum.
+"""LayerNorm fused with the landmarks' GELU after it or a block's sum before it, in one pass each way.
 
-A program holds whole rows. Statistics are computed again for the gradient, from the input in half precision.
+A program holds whole rows. The statistics are computed again for the gradient, from the half-precision input.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def row_places(row, rows, channels, BLOCK_C: tl.constexpr):
-    """Offsets of rows' elements, and which of them exist: (ROWS, C)."""
+    """The offsets of the rows' elements, and which of them exist: (ROWS, C)."""
     column = tl.arange(0, BLOCK_C)
     exists = (row < rows)[:, None] & (column < channels)[None, :]
     return row.to(tl.int64)[:, None] * channels + column[None, :], exists
@@ -23,16 +23,16 @@ def load_vector(p_vector, channels, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def norm_rows(b_x, exists, channels, eps):
-    """Rows (ROWS, C), 0 where none exist: normed, and 1 / deviation (ROWS,)."""
+    """Normed rows (ROWS, C), 0 where they do not exist, and 1 / deviation (ROWS,)."""
     b_x = tl.where(exists, b_x - (tl.sum(b_x, 1) / channels)[:, None], 0.0)
     b_inverse = tl.rsqrt(tl.sum(b_x * b_x, 1) / channels + eps)
-    # Without eps, rows that do not exist are 0 times infinity.
+    # If eps is 0, rows that do not exist would be 0 times infinity.
     return tl.where(exists, b_x * b_inverse[:, None], 0.0), b_inverse
 
 
 @triton.jit
 def norm_gradient(b_dn, b_normed, b_inverse, channels):
-    """From the gradient of normed rows to that of the rows."""
+    """The gradient of the rows, from that of the normed rows."""
     b_along = tl.sum(b_dn * b_normed, 1) / channels
     b_dx = b_dn - (tl.sum(b_dn, 1) / channels)[:, None] - b_normed * b_along[:, None]
     return b_dx * b_inverse[:, None]
@@ -40,7 +40,7 @@ def norm_gradient(b_dn, b_normed, b_inverse, channels):
 
 @triton.jit
 def store_parts(p_parts, stretch, channels, b_dweight, b_dbias, BLOCK_C: tl.constexpr):
-    """A stretch's part (2, channels) of the gradients of weight and bias."""
+    """Store a stretch's part (2, channels) of the gradients of weight and bias."""
     column = tl.arange(0, BLOCK_C)
     p_parts += stretch * 2 * channels + column
     tl.store(p_parts, tl.sum(b_dweight, 0), mask=column < channels)
@@ -68,7 +68,10 @@ def landmark_norm_backward_kernel(
     p_g, p_x, p_weight, p_bias, p_dx, p_parts, rows, channels, steps, scale, eps,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (stretches,). Writes dx of its stretch of rows, and its part of the gradients of weight and bias."""
+    """Grid (stretches,).
+
+    Writes dx for its stretch of rows, and its part of the gradients of weight and bias.
+    """
     stretch = tl.program_id(0)
     b_weight = load_vector(p_weight, channels, BLOCK_C)
     b_bias = load_vector(p_bias, channels, BLOCK_C)
@@ -95,7 +98,10 @@ def add_norm_kernel(
     p_x, p_branch, p_weight, p_bias, p_sum, p_out, rows, channels, eps,
     KEEP: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows,). Writes ``LayerNorm(x + branch)`` and, with ``KEEP``, the sum, rounded as normed."""
+    """Grid (tiles of rows,).
+
+    Writes ``LayerNorm(x + branch)`` and, with ``KEEP``, the rounded sum that is normed.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     places, exists = row_places(row, rows, channels, BLOCK_C)
     b_sum = tl.load(p_x + places, mask=exists, other=0.0).to(tl.float32)
@@ -114,7 +120,10 @@ def add_norm_backward_kernel(
     p_g, p_sum, p_weight, p_dsum, p_parts, rows, channels, steps, eps,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (stretches,). Writes the sum's gradient for its stretch of rows, and its part of weight's and bias's."""
+    """Grid (stretches,).
+
+    Writes the sum's gradient for its rows, and its part of the gradients of weight and bias.
+    """
     stretch = tl.program_id(0)
     b_weight = load_vector(p_weight, channels, BLOCK_C)
     b_dweight = tl.zeros((ROWS, BLOCK_C), tl.float32)

@@ -1,8 +1,8 @@
-"""LayerNorm with what stands before or after it as one operator: landmarks' GELU, a block's sum.
+"""LayerNorm fused with the landmarks' GELU after it or a block's sum before it, as one operator.
 
-Registered as ``softfree::landmark_norm`` and ``softfree::add_norm``, for half precision on a GPU. One at a time,
-autocast's casts, scalings, sums and the norm itself read and write their tensor a dozen times, and keep it
-in float32 for the gradient.
+Registered as ``softfree::landmark_norm`` and ``softfree::add_norm``, for half precision on a GPU. As separate
+operations, autocast's casts, scalings, sums and the norm itself would read and write the tensor a dozen
+times, and keep it in float32 for the gradient.
 """
 
 import functools
@@ -18,7 +18,7 @@ from softfree.ops.shared.shapes import block, tiles_of
 from softfree.ops.shared.sums import sum_of_parts
 
 MAX_CHANNELS = 2048
-ELEMENTS = 2048  # of a tile
+ELEMENTS = 2048  # per tile
 PROGRAMS_PER_PROCESSOR = 8
 
 
@@ -29,8 +29,8 @@ def landmark_norm(
 
     Args:
         x: (..., channels).
-        weight, bias: of the norm, (channels,), or None.
-        scale: matters to the norm's ``eps`` alone, and to the size of the result.
+        weight, bias: parameters of the norm, (channels,), or None.
+        scale: only affects the norm's ``eps`` and the size of the result.
         eps: added to the variance.
 
     Example:
@@ -46,13 +46,13 @@ def landmark_norm(
 def add_norm(
     x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """``LayerNorm(x + branch)`` over the last dimension, of the dtype of ``x``.
+    """``LayerNorm(x + branch)`` over the last dimension, in the dtype of ``x``.
 
     Under autocast the norm is computed in float32, and rounded if ``x`` came in half precision.
 
     Args:
         x, branch: (..., channels).
-        weight, bias: of the norm, (channels,), or None.
+        weight, bias: parameters of the norm, (channels,), or None.
         eps: added to the variance.
 
     Example:
@@ -61,7 +61,7 @@ def add_norm(
         torch.Size([3, 49, 32])
     """
     same = branch.dtype == x.dtype and branch.shape == x.shape
-    # torch.compile makes one kernel of the norm and its neighbours by itself.
+    # torch.compile fuses the norm with its neighbours itself.
     by_hand = same and _fits(x) and not torch.compiler.is_dynamo_compiling()
     if weight is not None and bias is not None and by_hand:
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, branch, weight, bias))
@@ -72,12 +72,14 @@ def add_norm(
 def add_norm_over(
     x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """As :func:`add_norm`, of tensors that are :func:`softfree.ops.shared.registration.unseen` and
+    """:func:`add_norm` that may overwrite ``branch``.
+
+    For tensors that are :func:`softfree.ops.shared.registration.unseen` and
     :func:`softfree.ops.shared.devices.usable`.
 
     Args:
-        x, weight, bias, eps: as there.
-        branch: in whose memory the result may lie; nobody else's, nor that of ``x``.
+        x, weight, bias, eps: as in :func:`add_norm`.
+        branch: the result may overwrite it, so no other tensor may share its memory.
     """
     shape = x.shape
     if (
@@ -93,7 +95,7 @@ def add_norm_over(
     if numel > 0:
         x = x.contiguous()
         run = _add_launch(numel, shape[-1], eps, False)
-        # A program reads its rows of the branch before it writes them.
+        # A program reads its rows of the branch before it overwrites them.
         run(x, branch, weight.contiguous(), bias.contiguous(), x, branch)
     return branch
 
@@ -142,7 +144,10 @@ def landmark_backward(
 def landmark_backward_launch(
     numel: int, channels: int, scale: float, eps: float, processors: int
 ) -> tuple[Any, tuple[int, int, int]]:
-    """Of the gradients, with that of the result, x, weight, bias, and those of x and in parts of weight and bias."""
+    """The launch of the backward pass, and the sizes of the parts of the gradients of weight and bias.
+
+    It is called with the result's gradient, x, weight, bias, the gradient of x, and the parts.
+    """
     values = (float(scale), eps)
     return _backward_launch("landmark_norm_backward_kernel", numel, channels, values, processors)
 
@@ -172,7 +177,7 @@ LANDMARK_FORWARD = register(
 def _add_forward(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the sum that was normed if it is to be kept."""
+    """The result and, with ``keep``, the sum that was normed."""
     x, branch = x.contiguous(), branch.contiguous()
     out = torch.empty_like(x)
     total = torch.empty_like(x) if keep else LEFT_OUT
@@ -234,7 +239,7 @@ ADD_FORWARD = register(
 
 
 def tiles_of_rows(numel: int, channels: int) -> tuple[int, int, dict[str, int]]:
-    """Rows, tiles of them, and what a kernel is compiled with."""
+    """The number of rows, the number of tiles, and the compile-time options of a kernel."""
     blocks = dict(ROWS=max(1, ELEMENTS // block(channels)), BLOCK_C=block(channels))
     rows = numel // channels
     return rows, tiles_of(rows, blocks["ROWS"]), dict(**blocks, num_warps=4)

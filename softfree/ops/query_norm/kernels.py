@@ -1,10 +1,10 @@
-"""The norm of queries in one pass each way, with the means of their windows and the gradient of these.
+"""The norm of queries in one pass each way, with the means of their windows and the gradient of the means.
 
     n[t] = s[head] (q[t] - mean) / deviation        mean and deviation over the channels
     L[w] = mean of n[t] over the tokens t of window w
 
-The first pass goes by windows and may write n where q was; the second goes by tokens. From n and 1 / deviation
-the gradient follows, so that q is not kept.
+The forward pass runs over windows and may overwrite q with n; the backward pass runs over tokens. The
+gradient follows from n and 1 / deviation, so q is not kept.
 """
 
 import triton
@@ -29,9 +29,9 @@ def query_norm_kernel(
     LOG: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, MEANS: tl.constexpr,
     WINDOWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of windows,). Writes n, 1 / deviation (heads of all samples, tokens) and, with ``MEANS``, L.
+    """Grid (tiles of windows,). Writes n, 1 / deviation (heads of all samples, tokens); with ``MEANS``, L.
 
-    With ``LOG``, what is given in the place of s is -log(s).
+    With ``LOG``, p_scale holds -log(s) instead of s.
     """
     first_window = tl.program_id(0) * WINDOWS
     within = tl.arange(0, WINDOWS * TOKENS)
@@ -78,10 +78,11 @@ def query_norm_backward_kernel(
     LOG: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, MEANS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads of all samples, tiles of tokens). Writes dq and its part of ds, (heads of all samples, tiles).
+    """Grid (heads of all samples, tiles of tokens). Writes dq and its part of ds, one number.
 
-    The gradient of n is ``kept`` times g and, with ``MEANS``, what L passes on to the tokens of its window. dq may
-    be where g is. With ``LOG``, -log(s) is given in the place of s, and its gradient is written in that of ds.
+    The gradient of n is ``kept`` times g and, with ``MEANS``, the share of L's gradient for each token of the
+    window. dq may overwrite g. With ``LOG``, p_scale holds -log(s) instead of s, and its gradient is written
+    instead of ds.
     """
     row = tl.program_id(0)
     tile = tl.program_id(1)
@@ -101,7 +102,7 @@ def query_norm_backward_kernel(
         p_tile = p_dmeans + window[:, None] * channels + channel[None, :]
         b_dmean = tl.load(p_tile, mask=exists, other=0.0).to(tl.float32)
         there = tl.minimum(height - down * DOWN, DOWN) * tl.minimum(width - across * ACROSS, ACROSS)
-        b_g += b_dmean / tl.maximum(there, 1).to(tl.float32)[:, None]  # none beyond the last token
+        b_g += b_dmean / tl.maximum(there, 1).to(tl.float32)[:, None]  # 0 beyond the last token
     scale = load_scale(p_scale + head, LOG)
     n_place = sample * n_batch + head * n_head + token.to(tl.int64) * n_token
     b_normed = tl.load(p_normed + n_place[:, None] + channel[None, :], mask=exists, other=0.0)

@@ -1,7 +1,7 @@
 """The norm of each head's queries over its channels, times a factor per head.
 
-Registered as ``softfree::query_norm``, for half precision on a GPU; everything else is PyTorch's norm.
-:mod:`softfree.ops.image_attention` norms in place, with the means of windows that landmarks are made of.
+Registered as ``softfree::query_norm``, for half precision on a GPU; everything else uses PyTorch's norm.
+:mod:`softfree.ops.image_attention` norms in place and computes the means of windows that become landmarks.
 """
 
 import functools
@@ -20,7 +20,7 @@ from softfree.ops.window_product import window_grid
 
 EPS = 1e-5
 MAX_CHANNELS = 256
-ELEMENTS = 4096  # of a tile
+ELEMENTS = 4096  # per tile
 
 Grid = tuple[int, int]
 
@@ -28,12 +28,12 @@ Grid = tuple[int, int]
 def query_norm(q: Tensor, scale: Tensor | None = None) -> Tensor:
     """``scale (q - mean) / sqrt(variance + 1e-5)`` over the last dimension, rounded to the dtype of ``q``.
 
-    All queries of a head then lie on one sphere, so that the kernel compares directions alone, at distances that
-    neither depth nor training changes.
+    All queries of a head then lie on one sphere, so the kernel compares only directions, and the scale of the
+    distances changes neither with depth nor during training.
 
     Args:
         q: (batch, heads, n, d), any strides.
-        scale: (heads,), radius of each head's sphere over sqrt(d); None: 1.
+        scale: (heads,), the radius of each head's sphere over sqrt(d); None: 1.
 
     Example:
         >>> import torch
@@ -41,7 +41,7 @@ def query_norm(q: Tensor, scale: Tensor | None = None) -> Tensor:
         tensor([[[[-2.0000,  2.0000],
                   [-2.0000,  2.0000]]]])
     """
-    # torch.compile makes one kernel of the norm and its neighbours by itself.
+    # torch.compile fuses the norm with its neighbours itself.
     if _fits(q) and not torch.compiler.is_dynamo_compiling():
         if scale is None:
             scale = torch.ones(q.shape[1], device=q.device)
@@ -93,7 +93,7 @@ FORWARD = register("query_norm", _forward, _fake, _setup, _gradient, keeps=True)
 
 
 def inverse_deviations(q: Tensor) -> Tensor:
-    """Room for one of each query: (batch, heads, n), float32."""
+    """Memory for 1 over the deviation of each query: (batch, heads, n), float32."""
     return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
@@ -108,16 +108,17 @@ def norm(
     means: bool,
     log: bool = False,
 ) -> Tensor:
-    """Write normed queries into ``out``, which may be ``q`` itself, and what they were divided by.
+    """Write normed queries into ``out``, which may be ``q``, and 1 over their deviations into ``inverse``.
 
     Args:
         q, out: (batch, heads, H * W, d).
-        scale: (heads,); with ``log`` that of the radius over sqrt(d), its sign changed: the log of the bandwidth.
+        scale: (heads,), the radius over sqrt(d); with ``log`` its negative logarithm, the log of the
+            bandwidth.
         inverse: (batch, heads, H * W), float32: 1 over the deviation.
         grid: (H, W).
         window: (down, across).
-        means: whether to return the windows' means, (batch, heads, windows, d); those at the border are of
-            the tokens that are there.
+        means: whether to return the windows' means, (batch, heads, windows, d); windows at the border average
+            the tokens that exist.
     """
     batch, heads, _, d = q.shape
     rows, columns = window_grid(grid, window)
@@ -141,7 +142,7 @@ def norm_launch(
     means: bool,
     log: bool,
 ) -> Any:
-    """What :func:`norm` launches, with q, scale, out, inverse and the means."""
+    """The launch behind :func:`norm`, called with q, scale, out, inverse and the means."""
     from softfree.ops.query_norm.kernels import query_norm_kernel
     from softfree.ops.shared.launching import Launch
 
@@ -173,9 +174,10 @@ def write_gradient(
     kept: float = 1.0,
     log: bool = False,
 ) -> Tensor:
-    """Write the gradient of ``q`` into ``grad_q``, which may be ``grad`` itself; return that of ``scale``, in float32.
+    """Write the gradient of ``q`` into ``grad_q``, which may be ``grad``; return ``scale``'s, in float32.
 
-    The gradient of the normed queries is ``kept * grad`` and what the means of their windows pass on.
+    The gradient of the normed queries is ``kept * grad`` plus what comes back through the means of their
+    windows.
     """
     run, sizes = gradient_launch(
         normed.shape, (grad.stride(), normed.stride(), grad_q.stride()), inverse.stride(1), grid,
@@ -199,7 +201,7 @@ def gradient_launch(
     kept: float,
     log: bool,
 ) -> tuple[Any, tuple[int, int, int]]:
-    """Of :func:`write_gradient`, and the sizes of the parts of the scale's gradient."""
+    """The launch behind :func:`write_gradient`, and the sizes of the parts of the scale's gradient."""
     from softfree.ops.query_norm.kernels import query_norm_backward_kernel
     from softfree.ops.shared.launching import Launch
 

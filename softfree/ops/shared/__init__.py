@@ -1,1 +1,1 @@
-"""What operators share: devices and their gate, precision, block sizes, registration with PyTorch, sums."""
+"""What the operators share: device checks, precision, block sizes, registration with PyTorch, sums."""

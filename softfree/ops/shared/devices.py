@@ -1,4 +1,4 @@
-"""Where a call runs: whether our kernels may take it, and what the GPU at hand is like."""
+"""Where a call runs: whether our kernels can take it, and the properties of the GPU."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 def usable(
     x: Tensor, dtypes: Collection[torch.dtype] = SIXTEEN_BIT, dtype: torch.dtype | None = None
 ) -> bool:
-    """Whether kernels for ``dtypes`` may take ``x``, computed in ``dtype`` (None: its own)."""
+    """Whether kernels for ``dtypes`` can take ``x`` when computing in ``dtype`` (None: that of ``x``)."""
     if not x.is_cuda or not HAS_TRITON or (dtype or x.dtype) not in dtypes:
         return False
     return has_matrix_units(x.device) and not exporting()
@@ -40,43 +40,44 @@ def obstacle(
 
 
 def exporting() -> bool:
-    """Whether torch.export is tracing; its programs hold no operator of ours.
+    """Whether torch.export is tracing; exported programs contain none of our operators.
 
-    ``torch.compiler.is_exporting()`` alone is also true under ``torch.compile``, whose tracer takes it for
-    a constant.
+    ``torch.compiler.is_exporting()`` on its own is also true under ``torch.compile``, whose tracer treats it
+    as a constant.
     """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU; it is to be installed."""
+    """Whether Triton interprets kernels on the CPU. Triton must be installed."""
     import triton
 
     return triton.knobs.runtime.interpret
 
 
 def remembered(question: Callable[..., Any]) -> Any:
-    """``functools.cache`` of a question about a device; to a compiler, the answer is a constant."""
+    """``functools.cache`` for a function of a device; ``torch.compile`` treats its result as a constant."""
     cached = functools.cache(question)
 
     @functools.wraps(question)
     def ask(*about: torch.device) -> Any:
         return cached(*about)
 
-    # As torch.compiler.assume_constant_result does, which imports the compiler. A bare cache it would warn of.
+    # As torch.compiler.assume_constant_result does, but without importing the compiler, which would warn
+    # about a bare cache.
     ask._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return ask
 
 
 @remembered
 def has_matrix_units(device: torch.device) -> bool:
-    """Whether a GPU has the matrix instructions of the kernels; the interpreter has."""
+    """Whether a GPU has the matrix instructions that the kernels use. True for the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @remembered
 def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU is of that generation, or later with as much shared memory; what is no GPU counts as one."""
+    """Whether the GPU is Hopper, or newer with as much shared memory. Any other device counts as Hopper."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)
@@ -86,7 +87,7 @@ def is_hopper(device: torch.device) -> bool:
 
 @remembered
 def processors(device: torch.device) -> int:
-    """How many streaming multiprocessors a GPU has; 1 for what is none."""
+    """The number of streaming multiprocessors of a GPU; 1 for any other device."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -94,16 +95,16 @@ def processors(device: torch.device) -> int:
 
 @remembered
 def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel can let the next one begin before it ends."""
+    """Whether a kernel can let the next one start before it ends."""
     on_nvidia = device.type == "cuda" and torch.version.hip is None
     return on_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @remembered
 def as_for_ampere() -> dict[str, str]:
-    """The option to compile a kernel for Ampere, whose matrix instructions take their operands from registers.
+    """The option to compile a kernel for Ampere, whose matrix instructions read operands from registers.
 
-    For kernels with m x m products, and those with landmarks in tiles: as for Hopper, some of them read
+    It is for kernels with m x m products or with landmarks in tiles. Compiled for Hopper, some of them read
     their operands from the wrong place in shared memory.
     """
     return {} if interpreted() else {"arch": "sm80"}
@@ -111,15 +112,15 @@ def as_for_ampere() -> dict[str, str]:
 
 @remembered
 def knows_ptx() -> bool:
-    """Whether kernels may hold instructions of NVIDIA's assembler: neither in the interpreter nor on AMD's GPUs."""
+    """Whether kernels may contain NVIDIA assembly (PTX). False in the interpreter and on AMD GPUs."""
     return not interpreted() and torch.version.hip is None
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether launches go to this GPU; what is no GPU has no other."""
+    """Whether launches go to this GPU. True for any other device."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Launches inside go to this GPU, whichever is the current one."""
+    """A context in which launches go to this GPU, whichever is the current one."""
     return HERE if is_current(device) else torch.cuda.device(device)

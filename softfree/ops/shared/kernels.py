@@ -1,4 +1,4 @@
-"""Sums over rows, of parts, and of tokens; GELU."""
+"""Kernels for sums over rows, over parts and of tokens; GELU."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def gelu_and_slope(b_h):
-    """GELU's tanh form, ``h s(h)`` with ``s(h) = sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3))``, and its derivative."""
+    """The tanh form of GELU and its derivative.
+
+    GELU is ``h s(h)`` with ``s(h) = sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3))``.
+    """
     square = b_h * b_h
-    # 2 sqrt(2 / pi) / ln 2 = 2.302..., and a root in the place of a division, which takes several instructions.
+    # 2 sqrt(2 / pi) / ln 2 = 2.302... A reciprocal root replaces the division, which takes several
+    # instructions.
     b_root = tl.rsqrt(
         1 + tl.exp2(b_h * (-2.302208198144325 - 2.302208198144325 * 0.044715 * square))
     )
@@ -20,7 +24,10 @@ def gelu_and_slope(b_h):
 
 @triton.jit
 def gelu(b_h, FAST: tl.constexpr):
-    """GELU's tanh form; ``FAST``: by NVIDIA's instruction for tanh, off by at most 2^-11, half a step of float16."""
+    """The tanh form of GELU.
+
+    With ``FAST`` it uses NVIDIA's tanh instruction, whose error is at most 2^-11, half a float16 step.
+    """
     if FAST:
         square = b_h * b_h
         b_tanh = tl.inline_asm_elementwise(
@@ -58,9 +65,9 @@ def part_sum_kernel(
     parts, inner, outer_stride, inner_stride,
     ADD: tl.constexpr, ELEMENTS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of elements,). Writes the sums of the parts of (high, middle, low), with ``ADD`` plus those of p_base.
+    """Grid (tiles of elements,). Writes the sum of parts (high, middle, low); with ``ADD``, plus p_base.
 
-    Part i begins ``i // inner * outer_stride + i % inner * inner_stride`` elements after the first.
+    Part i starts ``i // inner * outer_stride + i % inner * inner_stride`` elements after the first.
     """
     element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     high = element // (middle * low)
@@ -85,7 +92,10 @@ def token_sum_kernel(
     p_to, p_from, tokens, channels, to_batch, to_token, from_batch, from_token, scale,
     ADD: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens of all samples, tiles of channels). Writes scale times what p_to has, with ``ADD`` plus p_from."""
+    """Grid (tokens of all samples, tiles of channels).
+
+    Multiplies p_to by ``scale``; with ``ADD``, adds p_from.
+    """
     sample = (tl.program_id(0) // tokens).to(tl.int64)
     token = tl.program_id(0) % tokens
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

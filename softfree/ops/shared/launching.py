@@ -1,13 +1,14 @@
-"""Launches of Triton's kernels that cost their host little.
+"""Triton kernel launches with little host overhead.
 
-``kernel[grid](...)`` looks at every argument of every launch to find out which compiled kernel it needs. Here that is
-done once: a :class:`Launch` has everything but the tensors, and asks Triton again only where these have other dtypes,
-another GPU, or lie at a multiple of 16 bytes where they did not, all that Triton looks at. :func:`launch` finds the
-:class:`Launch` of equal arguments, for callers that do not keep it. A :class:`Chain` is several launches in a row, whose
-arguments are parts of a few tensors: no tensor is made of a part, and what Triton looks at is looked at once.
+``kernel[grid](...)`` inspects every argument of every launch to find the compiled kernel it needs. Here that
+happens once. A :class:`Launch` holds everything except the tensors. It asks Triton again only if the tensors'
+dtypes, their GPU or their alignment to 16 bytes change; Triton looks at nothing else. :func:`launch` finds
+the :class:`Launch` for equal arguments, for callers that do not keep it. A :class:`Chain` is a series of
+launches whose arguments are parts of a few tensors: no tensor object is created for a part, and the
+inspection happens once for the whole chain.
 
-What this relies on inside Triton is known for version 3.6. Other versions, the interpreter, and launches that someone's
-hooks want to see go the ordinary way.
+This relies on Triton internals as of version 3.6. Other versions, the interpreter, and launches observed by
+hooks use the ordinary path.
 """
 
 import functools
@@ -22,7 +23,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 KNOWN_VERSION = triton.__version__.startswith("3.6.")
-MOST = 4096  # launches remembered, so that sizes that never come back don't fill the memory
+MOST = 4096  # launches to remember, so that sizes that never recur do not fill the memory
 ALIGNMENT = 16
 HOOKS = getattr(triton.knobs, "HookChain", None)
 
@@ -31,7 +32,7 @@ _dtype = operator.attrgetter("dtype")
 
 
 class Compiled(NamedTuple):
-    """A kernel as Triton compiled it: its launcher, and what that is given before and after the stream."""
+    """A kernel as compiled by Triton: its launcher, and the arguments before and after the stream."""
 
     run: Callable[..., None]
     grid: tuple[int, int, int]
@@ -47,7 +48,7 @@ class Launch:
         self.rest: tuple = ()
 
     def __call__(self, *tensors: Tensor) -> Compiled | None:
-        """Returns what was launched, where that is known."""
+        """Returns the compiled kernel that was launched, if it is known."""
         gpu = _gpu(tensors[0])
         addresses = [*map(_address, tensors)]
         key = (gpu, _alignment(addresses), *map(_dtype, tensors))
@@ -62,12 +63,12 @@ class Launch:
         return compiled
 
     def _remember(self, key: tuple, launched: CompiledKernel, tensors: int) -> None:
-        """Keep what Triton launched, if arguments of compile time are the last, as its launcher takes them."""
+        """Keep what Triton launched if compile-time arguments come last, as its launcher expects."""
         given = tensors + len(self.values)
         at_compile_time = [parameter.is_constexpr for parameter in self.kernel.params]
         count = len(at_compile_time) - given
         if at_compile_time == [False] * given + [True] * count:
-            self.rest = (*self.values, *(None,) * count)  # which are there, and not read
+            self.rest = (*self.values, *(None,) * count)  # the launcher ignores the Nones
             grid: Any = (*self.grid, 1, 1)[:3]
             run, before = _launcher(launched.run)
             settings = (launched.function, *before, launched.packed_metadata, None, None, None)
@@ -77,9 +78,9 @@ class Launch:
 class Part(NamedTuple):
     """An argument of a launch in a :class:`Chain`.
 
-    tensor: which of the chain's tensors it lies in.
-    offset: where it begins, in bytes.
-    dtype: of a part of a :class:`Room`; None: the tensor's.
+    tensor: index of the chain's tensor that it lies in.
+    offset: where it starts, in bytes.
+    dtype: dtype of a part of a :class:`Room`; None: the tensor's dtype.
     """
 
     tensor: int
@@ -87,7 +88,7 @@ class Part(NamedTuple):
     dtype: torch.dtype | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The part as a tensor from its first element on."""
+        """A tensor that starts at the part's first element."""
         whole = tensors[self.tensor]
         if self.dtype is not None:
             return whole[self.offset // whole.itemsize :].view(self.dtype)
@@ -98,7 +99,7 @@ class Part(NamedTuple):
 
 
 class Room:
-    """What a chain needs beside its results, as parts of one tensor, its number ``tensor``."""
+    """Scratch memory of a chain, as parts of one tensor with index ``tensor``."""
 
     def __init__(self, tensor: int):
         self.tensor, self.bytes = tensor, 0
@@ -117,13 +118,13 @@ Step = tuple[Launch, Sequence[Part]]
 
 
 class Chain:
-    """Launches one after the other, each with its arguments as parts of the tensors that the chain is called with."""
+    """Consecutive launches; their arguments are parts of the tensors that the chain is called with."""
 
     def __init__(self, steps: Sequence[Step]):
         self.steps = steps
         self.kernels = [*{id(run.kernel): run.kernel for run, _ in steps}.values()]
         places = {(part.tensor, part.offset): None for _, parts in steps for part in parts}
-        self.places = [*places]  # of all arguments, each once
+        self.places = [*places]  # where all the arguments lie, without duplicates
         self.compiled: dict[tuple, list[tuple]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -140,7 +141,7 @@ class Chain:
             run(*grid, stream, *settings, *arguments(begins), *rest)
 
     def _hooked(self) -> bool:
-        for kernel in self.kernels:  # noqa: SIM110  (a generator would be called for each)
+        for kernel in self.kernels:  # noqa: SIM110  (a generator would cost a call per kernel)
             if kernel.pre_run_hooks:
                 return True
         return False
@@ -162,8 +163,9 @@ _launches: dict[tuple, Launch] = {}
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], values: Sequence, **options: Any
 ) -> None:
-    """As ``kernel[grid](*tensors, *values, **options)``, on the GPU of the tensors."""
-    # With the values' types: 1, 1.0 and True are equal. A kernel's own hash is that of its source.
+    """``kernel[grid](*tensors, *values, **options)`` on the GPU of the tensors."""
+    # The key includes the types of the values, because 1, 1.0 and True are equal. It uses the kernel's id,
+    # because its hash is that of its source.
     key = (id(kernel), grid, *values, *map(type, values), *options.items())
     known = _launches.get(key)
     if known is None:
@@ -174,20 +176,24 @@ def launch(
 
 
 def _items(numbers: Sequence[int]) -> Callable[[Sequence], Sequence]:
-    """What takes these items of a sequence, by C alone."""
+    """A function, implemented in C, that takes these items of a sequence."""
     if len(numbers) == 1:
         return operator.itemgetter(slice(numbers[0], numbers[0] + 1))
     return operator.itemgetter(*numbers)
 
 
 def _alignment(addresses: Sequence[int]) -> bool | tuple[int, ...]:
-    """True for addresses that are all multiples of 16 bytes, else by how much each is none."""
+    """True if all addresses are multiples of 16 bytes, otherwise each address modulo 16."""
     together = functools.reduce(operator.or_, addresses)
     return together % ALIGNMENT == 0 or (*[address % ALIGNMENT for address in addresses],)
 
 
 def _launcher(run: Any) -> tuple[Callable[..., None], tuple]:
-    """What launches, of Triton's launcher, and what that passes on after the kernel: past its request for memory."""
+    """The launch function inside Triton's launcher, and its arguments after the kernel.
+
+    Calling it directly skips the launcher's scratch allocation. If a kernel needs scratch memory, the
+    launcher itself is returned.
+    """
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
         return run, ()
     return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
@@ -202,7 +208,7 @@ def _stream(gpu: Any) -> int:
 
 
 def _hooked() -> bool:
-    """Whether someone asked to be told of launches."""
+    """Whether launch hooks are installed."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     if type(enter) is type(leave) is HOOKS:

@@ -1,4 +1,4 @@
-"""Functions that remember what they found."""
+"""Functions that remember their results."""
 
 import functools
 from collections.abc import Callable
@@ -10,10 +10,10 @@ Result = TypeVar("Result")
 
 
 def computed_once(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A function of positional arguments that is computed once for each of them, types included.
+    """Cache a function of positional arguments; arguments of different types count as different.
 
-    Anew for what has no hash, such as a symbolic size, and under ``torch.compile``, which computes its calls once itself.
-    An error is raised again each time.
+    Calls are not cached if an argument has no hash, such as a symbolic size, or under ``torch.compile``,
+    which evaluates them once itself. Errors are not cached: they are raised anew on each call.
     """
     known = functools.lru_cache(maxsize=1024, typed=True)(function)
 

@@ -1,4 +1,4 @@
-"""What numbers are computed in."""
+"""The dtypes and the precision of computations."""
 
 import contextlib
 import threading
@@ -15,7 +15,7 @@ AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """What ``x`` is computed in: autocast's dtype where that is on and applies, else its own."""
+    """The dtype to compute ``x`` in: autocast's dtype if autocast is on and applies, otherwise its own."""
     device = x.device.type
     if device == "meta" or x.dtype not in AUTOCAST or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -28,7 +28,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast(*values: Any) -> Sequence[Any]:
-    """Tensors in :func:`autocast_dtype`, as on the device of the first; what is none as it is."""
+    """Cast tensors to :func:`autocast_dtype` as for the first tensor's device.
+
+    Other values are returned unchanged.
+    """
     first = values[0]
     if not isinstance(first, Tensor) or first.is_meta:
         return values
@@ -38,13 +41,13 @@ def autocast(*values: Any) -> Sequence[Any]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Inside, autocast is off."""
+    """A context in which autocast is off."""
     return _autocast_off(device.type) if torch.is_autocast_enabled(device.type) else NOTHING
 
 
 @contextlib.contextmanager
 def _autocast_off(kind: str) -> Iterator[None]:
-    # torch.autocast would do the same, and check and count what does not matter here.
+    # torch.autocast would do the same, with checks and bookkeeping that are not needed here.
     torch.set_autocast_enabled(kind, False)
     try:
         yield
@@ -53,7 +56,11 @@ def _autocast_off(kind: str) -> Iterator[None]:
 
 
 class _FullPrecision:
-    """The setting belongs to the process: the first thread in keeps what it was, the last one out restores it."""
+    """Exact float32 products on a GPU.
+
+    The setting belongs to the process: the first thread to enter saves it, and the last one to leave restores
+    it.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -61,14 +68,14 @@ class _FullPrecision:
         self.before = ""
 
     def __call__(self, device: torch.device) -> AbstractContextManager:
-        """Products of float32 in float32 on a GPU, whatever ``float32_matmul_precision`` says.
+        """A context with float32 products in float32 on a GPU, whatever ``float32_matmul_precision`` says.
 
-        TF32 keeps 11 bits, which a distance or an inverse amplifies.
+        TF32 keeps 11 bits, and distances and inverses amplify its rounding.
         """
         if device.type != "cuda":
             return NOTHING
         with self.lock:
-            # As torch.backends.cuda.matmul.fp32_precision, in a third of its time.
+            # Same as torch.backends.cuda.matmul.fp32_precision, in a third of the time.
             if self.inside == 0 and torch._C._get_fp32_precision_getter("cuda", "matmul") in IEEE:
                 return NOTHING
         return self._changed()
@@ -94,6 +101,6 @@ full_precision = _FullPrecision()
 
 @contextlib.contextmanager
 def exactly(device: torch.device) -> Iterator[None]:
-    """Inside, PyTorch computes on the device in the dtypes it is given, products of float32 in float32."""
+    """A context in which PyTorch computes in the dtypes it is given, and float32 products in float32."""
     with without_autocast(device), full_precision(device):
         yield

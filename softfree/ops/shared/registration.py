@@ -1,12 +1,12 @@
-"""Operators registered with PyTorch, which an eager call goes past.
+"""Operators registered with PyTorch, whose dispatcher most eager calls bypass.
 
-Registered, an operator is one node for ``torch.compile``, has shapes by a fake implementation, a count of FLOPs and a
-gradient: what someone who looks on wants to see. Most eager calls have no such onlooker, and PyTorch's dispatcher would
-cost their host more than the launch of a kernel. So :func:`register` returns a function that asks whether somebody
-looks on and computes straight away if not, to the same bits.
+A registered operator is one node for ``torch.compile`` and has a fake implementation for shapes, a FLOP count
+and a gradient: what tracers, modes and profilers need. Most eager calls have no such observer, and PyTorch's
+dispatcher would cost the host more than launching a kernel. :func:`register` therefore returns a function
+that checks for observers and, if there are none, computes directly. The results are bitwise the same.
 
-A schema of PyTorch has no records. Functions registered here may take named tuples all the same: the schema has
-their fields, :func:`flatten` makes such arguments, and each function gets its records back.
+PyTorch schemas have no records. Functions registered here may still take named tuples: the schema lists their
+fields, :func:`flatten` turns records into such flat arguments, and each function gets its records back.
 """
 
 import inspect
@@ -23,13 +23,13 @@ from softfree.ops.shared.precision import NOTHING, full_precision, without_autoc
 
 LIBRARY = torch.library.Library("softfree", "FRAGMENT")
 PLAIN = {Tensor, torch.nn.Parameter}
-LEFT_OUT: Any = None  # in the place of an output
+LEFT_OUT: Any = None  # stands for an output that is not computed
 
 _is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 
 
 def flatten(*inputs: Any) -> list[Any]:
-    """Inputs with their records replaced by the fields of these, as an operator takes them.
+    """Flatten inputs as an operator takes them: each record is replaced by its fields.
 
     Example:
         >>> flatten(1, (2, (3, 4)), None)
@@ -59,25 +59,28 @@ def register(
     """Register ``softfree::name``.
 
     Args:
-        name: of the operator.
-        compute: what it does, below autograd, on the device of its first input and without autocast; annotated,
-            tensors first, without defaults. It changes none of its inputs, and no output shares memory with them. One of
-            several outputs may be ``LEFT_OUT``, which the operator returns as an empty tensor.
-        fake: the shapes, dtypes and strides of its outputs.
-        setup_context, gradient: ``setup_context(ctx, inputs, output)`` keeps what ``gradient(ctx, *grads)``
-            needs to give the gradients of the first inputs; the rest have none. None: a gradient is refused. What
-            ``gradient`` computes is an operator registered without one, so that second derivatives are refused too.
-        flops: as ``compute``, with shapes in the place of tensors; multiply-adds counted twice.
-        keeps: whether outputs after the first are there for ``setup_context`` alone. An eager call with a gradient
-            then returns the first alone, as a tuple: PyTorch has less to keep account of.
-        passing: what eager calls without a gradient do in the place of ``compute``: the same, but for outputs that
+        name: name of the operator.
+        compute: the computation. It runs below autograd, on the device of its first input and without
+            autocast. Its parameters are annotated, tensors first, without defaults. It changes none of its
+            inputs, and no output shares memory with them. If there are several outputs, some may be
+            ``LEFT_OUT``; the operator returns these as empty tensors.
+        fake: returns outputs with the right shapes, dtypes and strides.
+        setup_context, gradient: ``setup_context(ctx, inputs, output)`` saves what ``gradient(ctx, *grads)``
+            needs to return the gradients of the first inputs; the remaining inputs have none. None: a
+            gradient is refused. ``gradient`` computes through an operator registered without a gradient, so
+            second derivatives are refused as well.
+        flops: takes the arguments of ``compute`` with shapes in place of tensors; a multiply-add counts as
+            two.
+        keeps: whether outputs after the first exist only for ``setup_context``. An eager call with a gradient
+            then returns only the first, as a tuple, which leaves PyTorch less to track.
+        passing: replaces ``compute`` in eager calls without a gradient. It does the same, except that outputs
             may be ``LEFT_OUT``.
-        launches: whether ``compute`` launches kernels of our own, to which autocast and the precision of PyTorch's
-            products mean nothing; where it does more, it says so itself by
-            :func:`softfree.ops.shared.precision.exactly`.
+        launches: whether ``compute`` only launches our own kernels, which ignore autocast and the precision
+            of PyTorch's products. If it does more, it calls :func:`softfree.ops.shared.precision.exactly`
+            itself.
 
     Returns:
-        A function of the arguments of ``compute``.
+        A function that takes the arguments of ``compute``.
     """
     kinds = get_type_hints(compute)
     result = kinds.pop("return")
@@ -119,7 +122,10 @@ def register(
         register_flop_formula(packet)(lambda *flat, **_: flops(*with_records(flat)))
 
     class Differentiable(Function):
-        """Of ``run(*inputs)``; the tensors among the inputs again, for autograd to see."""
+        """Computes ``run(*inputs)``.
+
+        The tensors among the inputs are passed again so that autograd sees them.
+        """
 
         @staticmethod
         def forward(ctx: Any, run: Callable, inputs: tuple, *tensors: Any) -> Any:
@@ -133,7 +139,7 @@ def register(
             return None, None, *gradients(ctx, grads)
 
     class Shown(Differentiable):
-        """The same for an eager call, which does not return what is for the gradient alone."""
+        """The same for an eager call, which does not return outputs that only the gradient needs."""
 
         @staticmethod
         def forward(ctx: Any, run: Callable, inputs: tuple, *tensors: Any) -> Any:
@@ -144,7 +150,7 @@ def register(
             return None, None, *gradients(ctx, (*grads, *unshown))
 
     class Transformable(Function):
-        """For ``torch.func``, which takes the flat inputs apart."""
+        """For ``torch.func``, which needs flat inputs."""
 
         @staticmethod
         def forward(*flat: Any) -> Any:
@@ -166,7 +172,7 @@ def register(
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple, *flat: Any) -> Any:
-            """One call a sample."""
+            """One call per sample."""
 
             def one(sample: int) -> Any:
                 values = [
@@ -185,13 +191,13 @@ def register(
     unshown = (None,) * (outputs - 1)
 
     def gradients(ctx: Any, grads: tuple) -> tuple:
-        """One for each tensor among the inputs."""
+        """One gradient for each tensor among the inputs."""
         if gradient is None:
             _refuse(name.removesuffix("_backward"), "second derivative")
         found = gradient(ctx, *grads)
         return found + padding[len(found) :]
 
-    # Not by ``Function.apply``, which is for torch.func, and at some cost.
+    # Not ``Function.apply``: it handles torch.func, at some cost.
     everything = super(Function, Differentiable).apply
     differentiable = super(Function, Shown).apply if keeps else everything
 
@@ -216,7 +222,7 @@ def register(
         tensors: Sequence[Tensor | None] = inputs[0] if one_record else inputs[:leading]
         if records and not one_record:
             tensors = []
-            for value, form in zip(inputs, records, strict=False):  # as flatten, in less time
+            for value, form in zip(inputs, records, strict=False):  # like flatten, but faster
                 tensors += (value,) if form is None else value
         if _observed(tensors):
             return operator(*flatten(*inputs))
@@ -230,10 +236,10 @@ def register(
 
 
 def unseen(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether an eager call with these tensors is nothing but the launches of its kernels.
+    """Whether an eager call with these tensors consists only of its kernel launches.
 
-    Nobody looks on, no gradient is wanted, autocast is off, and launches go to the device of the first. Callers of
-    several operators ask it once.
+    That is: nothing observes it, gradients are disabled, autocast is off, and the first tensor's device is
+    the current one. Callers of several operators check this once.
     """
     first: Any = tensors[0]
     device = first.device
@@ -249,7 +255,7 @@ def unseen(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _alone(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``compute``, on the device of its first input and without autocast."""
+    """``compute`` on the device of its first input, without autocast and with exact float32 products."""
 
     def alone(*inputs: Any) -> Any:
         first = inputs[0]
@@ -268,7 +274,7 @@ def _alone(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_its_device(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``compute``, on the device of its first input."""
+    """``compute`` on the device of its first input."""
 
     def alone(*inputs: Any) -> Any:
         first = inputs[0]
@@ -282,7 +288,7 @@ def _on_its_device(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _observed(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a mode, a tracer, a profiler or a tensor that is not plain wants to see the registered operator."""
+    """Whether a mode, a tracer, a profiler or a non-plain tensor needs to see the registered operator."""
     if (
         _C._len_torch_dispatch_stack() > 0
         or _C._len_torch_function_stack() > 0
@@ -291,15 +297,15 @@ def _observed(tensors: Sequence[Tensor | None]) -> bool:
     ):
         return True
     for tensor in tensors:
-        # A wrapper may be left behind by a transform of torch.func.
+        # A torch.func transform may have left a wrapper behind.
         if tensor is not None and (type(tensor) not in PLAIN or _is_wrapped(tensor)):
             return True
-    first: Any = tensors[0]  # the others are where it is
+    first: Any = tensors[0]  # the others are on the same device
     return first.is_meta
 
 
 def _refuse_tangents(name: str, inputs: Sequence[Any]) -> None:
-    """Raise if a tensor has a tangent, which would be lost."""
+    """Raise if a tensor has a tangent, because it would be lost."""
     if forward_ad._current_level >= 0 and any(
         isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
         for value in inputs
@@ -318,14 +324,14 @@ def _is_record(kind: Any) -> bool:
 
 
 def _is_tensors(kind: Any) -> bool:
-    """Whether a parameter is a tensor, one or none, or a record of such."""
+    """Whether a parameter is a tensor, an optional tensor, or a record of these."""
     if _is_record(kind):
         return all(map(_is_tensors, get_type_hints(kind).values()))
     return kind in (Tensor, Tensor | None)
 
 
 def _parameters(name: str, kind: Any) -> Iterator[inspect.Parameter]:
-    """Of the schema: a parameter as it is, or one for each field of a record."""
+    """The parameters of the schema: the parameter itself, or one for each field of a record."""
     if not _is_record(kind):
         yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
         return
@@ -334,7 +340,7 @@ def _parameters(name: str, kind: Any) -> Iterator[inspect.Parameter]:
 
 
 def _form(kind: Any) -> Any:
-    """How a value is built of flat ones: a record with the forms of its fields, or None for the next one."""
+    """How to build a value from flat ones: a record type and its fields' forms, or None for the next one."""
     if not _is_record(kind):
         return None
     return kind, [_form(kind_of_field) for kind_of_field in get_type_hints(kind).values()]

@@ -1,31 +1,31 @@
-"""Sizes of blocks and the layout of tokens, which need no Triton; questions about sizes."""
+"""Block sizes, the memory layout of tokens, and checks of sizes. None of this needs Triton."""
 
 import torch
 from torch import Tensor
 
 
-# Triton's own functions for these also work inside kernels, and take 5 microseconds a call outside.
+# Triton has such functions too. They also work inside kernels, but outside they take 5 microseconds per call.
 def tiles_of(length: int, tile: int) -> int:
-    """How many tiles cover a length."""
+    """The number of tiles that cover a length."""
     return -(-length // tile)
 
 
 def power_of_two(length: int) -> int:
-    """The least power of two that is not below a length."""
+    """The smallest power of two that is at least ``length``."""
     return 1 << max(0, length - 1).bit_length()
 
 
 def block(length: int) -> int:
-    """A length padded to a block that the matrix units take."""
+    """A length padded to a block size that the matrix units accept."""
     return max(16, power_of_two(length))
 
 
 def certain(condition: bool | Tensor) -> bool:
-    """Whether a comparison of sizes holds at every size that a traced program may meet; in eager mode: at these.
+    """Whether a comparison of sizes holds for every size that a traced program may see; in eager mode, now.
 
-    To ask a symbolic size itself would fix the program to the answer.
+    Evaluating a comparison of symbolic sizes directly would specialize the program to the answer.
     """
-    if isinstance(condition, Tensor):  # of sizes under torch.jit.trace
+    if isinstance(condition, Tensor):  # torch.jit.trace makes sizes tensors
         return False
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
@@ -35,7 +35,7 @@ def certain(condition: bool | Tensor) -> bool:
 
 
 def token_tensor(like: Tensor, channels: int) -> Tensor:
-    """An empty (batch, heads, n, channels) whose heads lie next to each other in memory.
+    """An empty (batch, heads, n, channels) tensor whose heads are adjacent in memory.
 
     Merging the heads of such a tensor, ``transpose(1, 2).flatten(2)``, is a view.
     """

@@ -1,4 +1,4 @@
-"""Sums over all tokens, such as a bias's gradient: in parts, and of the parts."""
+"""Sums over all tokens, such as the gradient of a bias: partial sums first, then the sum of these parts."""
 
 import functools
 import math
@@ -11,16 +11,16 @@ from torch import Tensor
 from softfree.ops.shared import devices
 from softfree.ops.shared.shapes import power_of_two, tiles_of
 
-ELEMENTS = 4096  # of a tile
+ELEMENTS = 4096  # per tile
 COLUMNS = 128
 PROGRAMS_PER_PROCESSOR = 8
 PARTS = 256  # added up at a time
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """The sums of the columns of (rows, columns), in float32; for tensors that Triton's kernels take.
+    """The column sums of a (rows, columns) tensor, in float32; for tensors that the Triton kernels accept.
 
-    PyTorch's own sum takes three times as long where columns are few and rows many.
+    PyTorch's own sum takes three times as long when there are few columns and many rows.
     """
     x = x.contiguous()
     rows, columns = x.shape
@@ -33,7 +33,7 @@ def column_sums(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def column_sum_launch(rows: int, columns: int, processors: int) -> tuple[tuple[int, int], Any]:
-    """The sizes of the parts, and what writes them."""
+    """The sizes of the partial sums, and the launch that writes them."""
     from softfree.ops.shared.kernels import column_sum_kernel
     from softfree.ops.shared.launching import Launch
 
@@ -56,14 +56,14 @@ def sum_of_parts(
     sizes: Sequence[int] | None = None,
     order: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """The sum over all dimensions of float32 parts but those ``kept``.
+    """Sum float32 parts over all dimensions except those in ``kept``.
 
     Args:
-        parts: contiguous.
-        kept: up to three dimensions, rising.
-        dtype: of the result.
-        sizes: of the result; None: of the dimensions kept.
-        order: of the dimensions of the result, as numbers of those kept; None: as they are.
+        parts: contiguous tensor.
+        kept: up to three dimensions, in ascending order.
+        dtype: dtype of the result.
+        sizes: shape of the result; None: the sizes of the kept dimensions.
+        order: order of the result's dimensions, as indices into ``kept``; None: unchanged.
     """
     found = parts.new_empty(sizes or [parts.shape[dim] for dim in kept], dtype=dtype)
     if parts.numel() == 0:
@@ -79,7 +79,10 @@ def part_sum_launch(
     order: tuple[int, ...] | None = None,
     add: bool = False,
 ) -> Any:
-    """Of :func:`sum_of_parts`, with the parts, what the sum is added to (only with ``add``), and the result."""
+    """The launch behind :func:`sum_of_parts`.
+
+    It is called with the parts, the tensor that the sum is added to (read only with ``add``), and the result.
+    """
     from softfree.ops.shared.kernels import part_sum_kernel
     from softfree.ops.shared.launching import Launch
 
@@ -117,9 +120,10 @@ def token_sum_launch(
     source: tuple[int, int] | None,
     scale: float,
 ) -> Any:
-    """What multiplies tokens by ``scale`` and adds others to them, with both; ``source`` None: none are added.
+    """The launch that multiplies tokens by ``scale`` in place and adds other tokens to them.
 
-    Both are (batch, tokens, channels), with these strides of samples and tokens.
+    It is called with both tensors, (batch, tokens, channels). ``to`` and ``source`` are their strides along
+    samples and tokens; with ``source=None`` nothing is added.
     """
     from softfree.ops.shared.kernels import token_sum_kernel
     from softfree.ops.shared.launching import Launch

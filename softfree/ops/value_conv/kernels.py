@@ -4,9 +4,9 @@ A head's channels share one filter, so a row of the filter acts on a row of the 
 
     out[y, i, c] = sum_dy sum_j T_dy[i, j] v[y + dy, j, c],    T_dy[i, j] = w[dy, j - i],
 
-and the convolution is a few small matrix products for several image rows at a time. Most entries of T are
-0, but the matrix units are faster than the rest by more than that. Tokens are read where they lie, with any
-stride, and the result is written as (batch, tokens, channels): no change of layout.
+and the convolution is a few small matrix products for several image rows at a time. Most entries of T are 0,
+but the speed of the matrix units more than makes up for that. Tokens are read in place, with any stride, and
+the result is written as (batch, tokens, channels), so no layout changes.
 """
 
 import triton
@@ -18,7 +18,7 @@ def load_tile(
     p_v, token_stride, top, left, columns, height, width, channels,
     BLOCK_X: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``columns`` image columns from left on, rows top.. of one head: (X, ROWS * C), 0 outside the image."""
+    """Load ``columns`` columns from ``left`` and ROWS rows from ``top``: (X, ROWS * C), 0 outside."""
     offs = tl.arange(0, ROWS * BLOCK_C)
     offs_x = tl.arange(0, BLOCK_X)
     x = left + offs_x
@@ -35,7 +35,7 @@ def load_tile(
 def value_band_kernel(p_w, p_band, KERNEL: tl.constexpr, FLIP: tl.constexpr, BLOCK_X: tl.constexpr):
     """Grid (heads * KERNEL,). Writes the banded matrix of a filter row, (X, X).
 
-    ``FLIP`` turns the filter by 180 degrees: its convolution is then the gradient of the input.
+    ``FLIP`` rotates the filter by 180 degrees; the convolution then computes the gradient of the input.
     """
     row = tl.program_id(0)
     offs = tl.arange(0, BLOCK_X)

@@ -1,7 +1,7 @@
-"""Depthwise convolution of attention's values over the image, one filter per head.
+"""Depthwise convolution of the attention's values over the image, one filter per head.
 
-Registered as ``softfree::value_conv``. On a GPU, half-precision inputs go to kernels of our own
-(:mod:`softfree.ops.value_conv.kernels`); everything else is PyTorch's convolution.
+Registered as ``softfree::value_conv``. On a GPU, half-precision inputs go to our own kernels
+(:mod:`softfree.ops.value_conv.kernels`); everything else uses PyTorch's convolution.
 """
 
 import functools
@@ -26,11 +26,11 @@ def value_conv(
     """``out[b, y, x, h, c] = sum weight[h, 0, dy, dx] v[b, y + dy, x + dx, h, c]``, zeros outside.
 
     Args:
-        v: (batch, H * W, channels), the channels of a head next to each other; any strides before.
+        v: (batch, H * W, channels), the channels of a head adjacent; the kernels need contiguous channels.
         weight: (heads, 1, k, k) with k odd; (heads, 1, k, k, k) for a volume.
         size: (H, W); (T, H, W) for a volume.
-        base: (batch, H * W, channels), what the result is added to. The kernels add it as they write, so
-            that the sum takes no pass of its own.
+        base: (batch, H * W, channels), a tensor that the result is added to. The kernels add it as they
+            write, so the sum needs no separate pass.
 
     Returns:
         (batch, H * W, channels)
@@ -92,7 +92,10 @@ def write_gradient(
     grad_v: Tensor,
     kept: float = 0.0,
 ) -> Tensor:
-    """Write the gradient of ``v`` plus ``kept`` times what is there into ``grad_v``; return the weight's."""
+    """Write the gradient of ``v``, plus ``kept`` times ``grad_v``, into ``grad_v``.
+
+    Return the weight's gradient.
+    """
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     base = grad_v if kept else None
     convolve(grad, weight, base, grad_v, height, width, base_scale=kept, flip=True)
@@ -133,7 +136,7 @@ def convolve(
 ) -> None:
     """Write ``base_scale * base`` plus the convolution into ``out``, which may be ``base`` itself.
 
-    ``flip`` turns the filters by 180 degrees.
+    ``flip`` rotates the filters by 180 degrees.
     """
     if base is not None and base.stride(2) != 1:
         base = base.contiguous()
@@ -160,7 +163,7 @@ def launches(
     has_base: bool,
     flip: bool,
 ) -> tuple[tuple[int, ...], Any, Any]:
-    """The shape of the filters as banded matrices, the launch that writes them, and that of the convolution."""
+    """The shape of the filters as banded matrices, the launch that writes them, and the convolution."""
     from softfree.ops.shared.launching import Launch
     from softfree.ops.value_conv.kernels import value_band_kernel, value_conv_kernel
 
@@ -198,7 +201,7 @@ def weight_launch(
     width: int,
     processors: int,
 ) -> tuple[Any, tuple[int, ...]]:
-    """What writes the parts of the filters' gradient, and the sizes of these."""
+    """The launch that writes the parts of the filters' gradient, and their sizes."""
     from softfree.ops.shared.launching import Launch
     from softfree.ops.value_conv.kernels import value_conv_weight_kernel
 
@@ -218,7 +221,7 @@ def weight_launch(
 def _tiles(
     channels: int, heads: int, kernel: int, height: int, width: int
 ) -> tuple[dict[str, int], int, int]:
-    """Blocks of a program, and how many of them cover the image's rows and columns."""
+    """The block sizes of a program, and the numbers of blocks that cover the image's rows and columns."""
     block_c = block(channels // heads)
     block_x = min(64, block(width + kernel - 1))
     rows = max(1, min(128 // block_c, power_of_two(height)))

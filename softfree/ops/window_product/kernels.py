@@ -1,11 +1,10 @@
-"""Products of whole windows with one weight: a convolution whose stride is its window, of all heads.
+"""Products of whole windows with one weight: a convolution whose stride is its window, for all heads.
 
     out[w, o] = sum_t sum_c q[w, t, c] W[t, c, o]        t: the tokens of window w
 
-A tile holds WINDOWS windows, of any images and heads, and TOKENS tokens of each, side by side: (WINDOWS,
-TOKENS * D). Its rows are gathered from the tokens where they lie, so no copy of q by window is made. Every
-token is in one window, so it is read once, and its gradient is written once. A token beyond the border
-reads 0.
+A tile holds WINDOWS windows, of any images and heads, with TOKENS tokens of each side by side: (WINDOWS,
+TOKENS * D). Its rows are gathered directly from the tokens, so q is not copied by window. Every token is in
+exactly one window, so it is read once, and its gradient is written once. Tokens beyond the border count as 0.
 """
 
 import triton
@@ -19,7 +18,7 @@ def tile_places(
     DOWN: tl.constexpr, ACROSS: tl.constexpr,
     WINDOWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of a tile's elements in the token tensor, and which of them exist: (WINDOWS, TOKENS * D)."""
+    """The offsets of a tile's elements in the token tensor, and which exist: (WINDOWS, TOKENS * D)."""
     window = first_window + tl.arange(0, WINDOWS)
     head = window // (rows * columns)
     top = window // columns % rows * DOWN
@@ -42,7 +41,7 @@ def weight_tile(
     p_w, first_token, channels, width_out,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    """The weight (window, channels, width_out) of TOKENS tokens: (TOKENS * D, O)."""
+    """Load TOKENS tokens' part of the weight (window, channels, width_out): (TOKENS * D, O)."""
     offs = tl.arange(0, TOKENS * BLOCK_D)
     token = first_token + offs // BLOCK_D
     channel = offs % BLOCK_D
@@ -88,7 +87,7 @@ def window_product_token_kernel(
 ):  # fmt: skip
     """Grid (tiles of windows,). Writes the tokens' gradient, ``dq[w, t] = g[w] W[t]^T``.
 
-    With ``ADD`` it is added to scale times what p_dq has.
+    With ``ADD`` it is added to scale times the contents of p_dq.
     """
     first_window = tl.program_id(0) * WINDOWS
     b_g = gradient_tile(p_g, first_window, windows, width_out, WINDOWS, BLOCK_O)

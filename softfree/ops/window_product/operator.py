@@ -1,8 +1,8 @@
 """Windows of tokens times one weight: a convolution whose stride is its window, shared by all heads.
 
-Registered as ``softfree::window_product``. On a GPU kernels of our own
-(:mod:`softfree.ops.window_product.kernels`) read the tokens where they lie; everything else is a copy of
-the tokens by window and one matrix product.
+Registered as ``softfree::window_product``. On a GPU our own kernels
+(:mod:`softfree.ops.window_product.kernels`) read the tokens in place; everything else copies the tokens by
+window and uses one matrix product.
 """
 
 import functools
@@ -18,13 +18,13 @@ from softfree.ops.shared.registration import register
 from softfree.ops.shared.shapes import block, certain, power_of_two, tiles_of, token_tensor
 from softfree.ops.shared.sums import part_sum_launch, sum_of_parts
 
-# Channels of q and of the result that the kernels take; more spill registers.
+# The most channels of q and of the result that the kernels take; more would spill registers.
 MAX_CHANNELS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 64}
 PROGRAMS_PER_PROCESSOR = 4
 
 
 class Tile(NamedTuple):
-    """Windows of a tile, tokens of each at a time, warps of a program, software pipeline depth."""
+    """Windows per tile, tokens of each window at a time, warps per program, software pipeline depth."""
 
     windows: int
     tokens: int
@@ -41,15 +41,16 @@ TILES = {
 
 
 def window_product(q: Tensor, weight: Tensor, size: tuple[int, ...]) -> Tensor:
-    """``out[b, h, w] = sum_t weight[:, :, t] q[b, h, t of window w]``, zeros beyond the border.
+    """``out[b, h, w] = sum_t weight[:, :, t] q[b, h, t of window w]``, with zeros beyond the border.
 
     Args:
         q: (batch, heads, H * W, d_in), any strides.
-        weight: (d_out, d_in, down, across): the windows' size and stride, and a matrix a token of them.
-        size: (H, W); or (T, H, W), with a weight of one dimension more.
+        weight: (d_out, d_in, down, across): one matrix per token of a window; (down, across) is the windows'
+            size and stride.
+        size: (H, W); or (T, H, W), with a weight that has one more dimension.
 
     Returns:
-        (batch, heads, windows, d_out), windows row by row: ceil(H / down) * ceil(W / across).
+        (batch, heads, windows, d_out), with ceil(H / down) * ceil(W / across) windows, row by row.
 
     Example:
         >>> import torch
@@ -62,7 +63,7 @@ def window_product(q: Tensor, weight: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def windows(tokens: Tensor, size: tuple[int, ...], window: tuple[int, ...]) -> Tensor:
-    """Tokens (batch, heads, H * W, d) by window: (batch, heads, windows, window, d), filled up with 0.
+    """Tokens (batch, heads, H * W, d) by window: (batch, heads, windows, window, d), padded with 0.
 
     ``size`` and ``window`` are (H, W) or (T, H, W).
     """
@@ -74,7 +75,7 @@ def windows(tokens: Tensor, size: tuple[int, ...], window: tuple[int, ...]) -> T
         for over in reversed(_over_the_border(size, window)):
             filling += [0, over]
         tokens = F.pad(tokens, filling)
-    # Not by a reshape, from which torch.export would conclude that images consist of whole windows.
+    # Not a reshape: torch.export would conclude from it that images consist of whole windows.
     for axis, side in enumerate(window, 2):
         tokens = tokens.unfold(axis, side, side)
     channels = 2 + len(size)
@@ -82,13 +83,13 @@ def windows(tokens: Tensor, size: tuple[int, ...], window: tuple[int, ...]) -> T
 
 
 def window_grid(size: tuple[int, ...], window: tuple[int, ...]) -> tuple[int, ...]:
-    """How many windows cover (H, W), or (T, H, W), along each."""
+    """The number of windows that cover (H, W), or (T, H, W), along each dimension."""
     # Not -(-n // k): exporters round the quotient of a negative number toward 0.
     return tuple((length - 1) // side + 1 for length, side in zip(size, window, strict=True))
 
 
 def _over_the_border(size: tuple[int, ...], window: tuple[int, ...]) -> list[int]:
-    """By how much windows exceed (H, W), along each."""
+    """By how much the windows exceed (H, W), or (T, H, W), along each dimension."""
     counts = window_grid(size, window)
     return [n * side - length for n, side, length in zip(counts, window, size, strict=True)]
 
@@ -96,7 +97,8 @@ def _over_the_border(size: tuple[int, ...], window: tuple[int, ...]) -> list[int
 def cross_the_border(size: tuple[int, ...], window: tuple[int, ...]) -> bool:
     """Whether windows at the border are incomplete, or may be where the size is symbolic.
 
-    A symbolic size may be padded by 0 without harm; asking for its value would fix the program to it.
+    Padding by 0 does no harm if the size is symbolic; asking for its value would specialize the program to
+    it.
     """
     if all(side == 1 for side in window):
         return False
@@ -135,7 +137,7 @@ def forward(q: Tensor, weight: Tensor, height: int, width: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def forward_launch(size, dtype, device, weight_size, height, width, strides) -> Any:
-    """Of the product, from sizes alone."""
+    """The launch of the product, from sizes only."""
     from softfree.ops.shared.launching import Launch
     from softfree.ops.window_product.kernels import window_product_kernel
 
@@ -164,7 +166,10 @@ def write_gradient(
     grad_q: Tensor,
     kept: float = 0.0,
 ) -> Tensor:
-    """Write the gradient of ``q`` plus ``kept`` times what is there into ``grad_q``; return the weight's."""
+    """Write the gradient of ``q``, plus ``kept`` times ``grad_q``, into ``grad_q``.
+
+    Return the weight's gradient.
+    """
     if grad.numel() == 0:
         return torch.zeros_like(weight, memory_format=torch.contiguous_format)
     grad = grad.contiguous()
@@ -198,7 +203,7 @@ def _weight_gradient(grad: Tensor, q: Tensor, weight: Tensor, height: int, width
 
 @functools.lru_cache(maxsize=1024)
 def token_launch(size, dtype, device, weight_size, height, width, strides, kept) -> Any:
-    """Of the tokens' gradient, with the result's, the matrices, and what it is written into."""
+    """The launch of the tokens' gradient, called with the result's gradient, the matrices and the output."""
     from softfree.ops.shared.launching import Launch
     from softfree.ops.window_product.kernels import window_product_token_kernel
 
@@ -216,7 +221,10 @@ def token_launch(size, dtype, device, weight_size, height, width, strides, kept)
 def weight_launch(
     size, dtype, device, weight_size, height, width, strides
 ) -> tuple[Any, tuple[int, int, int, int]]:
-    """Of the parts of the weight's gradient, with the tokens, the result's gradient and the parts; their sizes."""
+    """The launch that writes the parts of the weight's gradient, and the sizes of the parts.
+
+    It is called with the tokens, the result's gradient and the parts.
+    """
     from softfree.ops.shared.launching import Launch
     from softfree.ops.window_product.kernels import window_product_weight_kernel
 
@@ -260,7 +268,7 @@ FORWARD = register("window_product", forward, empty_result, _setup, _gradient, f
 
 
 def matrices(weight: Tensor, q: Tensor) -> Tensor:
-    """The weight as (window, d_in, d_out), of q's dtype."""
+    """The weight as (window, d_in, d_out), in q's dtype."""
     d_out, d_in, down, across = weight.shape
     found = q.new_empty((down * across, d_in, d_out))
     weight = weight.contiguous()
@@ -269,13 +277,13 @@ def matrices(weight: Tensor, q: Tensor) -> Tensor:
 
 
 def matrices_launch(size: tuple[int, ...]) -> Any:
-    """What writes them, with the weight, once more, and the result."""
+    """The launch behind :func:`matrices`, called with the weight, the weight again, and the result."""
     d_out, d_in, down, across = size
     return part_sum_launch((1, d_out, d_in, down * across), (1, 2, 3), (2, 1, 0))
 
 
 def _sizes(out: Tensor, weight: Tensor, height: int, width: int) -> tuple[int, ...]:
-    """What every kernel asks for: windows, rows and columns of them, heads, H, W, d_in, d_out."""
+    """The arguments common to all kernels: windows, rows and columns of windows, heads, H, W, d_in, d_out."""
     batch, heads, count, d_out = out.shape
     rows, columns = window_grid((height, width), (weight.shape[2], weight.shape[3]))
     return batch * heads * count, rows, columns, heads, height, width, weight.shape[1], d_out
