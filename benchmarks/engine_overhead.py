@@ -6,10 +6,9 @@
 
 The engine trains as `softfree train classification --recipe short --data-on-device` does, on random images
 of 64 x 64 pixels. This includes crops, labels, schedule, clipping, guard and logs, but no evaluation and no
-checkpoint. The bare loop is that of `softfree benchmark model --bench train`, once as it is and once with the
-fused AdamW that the engine uses. All three train the same model in one process and take turns: an epoch of the
-engine, then as many bare steps. On a CPU, one earlier turn of each counts torch's calls. On a GPU, the same is
-then repeated with CUDA graphs, as with `--cuda-graph` for the engine.
+checkpoint. The bare loop is that of `softfree benchmark model --bench train`. Both train the same model in one
+process and take turns: an epoch of the engine, then as many bare steps. On a CPU, one earlier turn of each
+counts torch's calls. On a GPU, the same is then repeated with CUDA graphs, as with `--cuda-graph` for the engine.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softfree.analysis import describe_environment, write_csv
 from softfree.analysis.measure import capture_graph, synchronize
-from softfree.analysis.speed import OPTIMIZERS, ModelConditions, training
+from softfree.analysis.speed import ModelConditions, training
 from softfree.commands.common import heading, make_table
 from softfree.data.images import ImageData, ImageDataset
 from softfree.training import classification
@@ -43,8 +42,7 @@ TINY = ("embed_dims=16,16,16,16", "num_heads=1,1,1,1", "depths=1,1,1,1")
 CLASSES = 100
 BAR = 1.05
 COUNTED = 1  # the turn after the warm-up, which is turn 0
-FUSED = "fused adamw"
-LOOPS = ("engine", "bare loop", f"bare loop, {FUSED}")
+LOOPS = ("engine", "bare loop")
 
 
 class Noise(ImageDataset):
@@ -81,9 +79,9 @@ class CallCounter(TorchDispatchMode):
 
 
 class TakesTurns(classification.Classification):
-    """The task of a user's run. When the engine asks for the order of an epoch, the bare loops take their turn."""
+    """The task of a user's run. When the engine asks for the order of an epoch, the bare loop takes its turn."""
 
-    def begin(self, bare: list[Callable[[], object]], steps: int, device: torch.device) -> None:
+    def begin(self, bare: Callable[[], object], steps: int, device: torch.device) -> None:
         self.bare, self.steps, self.device = bare, steps, device
         self.turn = -1
         self.seconds: dict[str, list[float]] = {loop: [] for loop in LOOPS}
@@ -104,10 +102,9 @@ class TakesTurns(classification.Classification):
     def order(self, samples: int, batch_size: int, generator: torch.Generator) -> torch.Tensor:
         self.engine_turn.__exit__(None, None, None)
         self.turn += 1
-        for loop, step in zip(LOOPS[1:], self.bare, strict=True):
-            with self.one_turn(loop):
-                for _ in range(self.steps):
-                    step()
+        with self.one_turn(LOOPS[1]):
+            for _ in range(self.steps):
+                self.bare()
         self.engine_turn = self.one_turn(LOOPS[0])
         self.engine_turn.__enter__()
         return super().order(samples, batch_size, generator)
@@ -156,10 +153,7 @@ def build_task(
 def measure(
     arguments: argparse.Namespace, device: torch.device, cuda_graph: bool = False
 ) -> TakesTurns:
-    """Run the engine to the end, with the bare loops between its epochs."""
-    OPTIMIZERS[FUSED] = lambda parameters: torch.optim.AdamW(
-        parameters, lr=1e-4, weight_decay=0.05, fused=True
-    )
+    """Run the engine to the end, with the bare loop between its epochs."""
     with tempfile.TemporaryDirectory() as folder:
         task = build_task(arguments, device, Path(folder) / "run", cuda_graph)
         conditions = ModelConditions(
@@ -170,12 +164,8 @@ def measure(
             torchcompile=arguments.torchcompile,
             cuda_graph=cuda_graph,
         )
-        bare = []
-        for opt in ("adamw", FUSED):
-            given = dataclasses.replace(conditions, opt=opt)
-            call = training(task.build_model(), given, device).call
-            bare.append(capture_graph(call) if cuda_graph else call)
-        task.begin(bare, arguments.steps, device)
+        call = training(task.build_model(), conditions, device).call
+        task.begin(capture_graph(call) if cuda_graph else call, arguments.steps, device)
         settings = task.settings
         train(task, settings.optim, settings.run, settings_to_json(settings))
     return task
