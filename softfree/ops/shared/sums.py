@@ -11,9 +11,9 @@ from torch import Tensor
 from softfree.ops.shared import devices
 from softfree.ops.shared.shapes import power_of_two, tiles_of
 
-ELEMENTS = 4096  # per tile
+ELEMENTS = 8192  # per tile
 COLUMNS = 128
-PROGRAMS_PER_PROCESSOR = 8
+PROGRAMS_PER_PROCESSOR = 4
 PARTS = 256  # added up at a time
 
 
