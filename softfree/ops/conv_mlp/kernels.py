@@ -1,10 +1,12 @@
 # mypy: disable-error-code="assignment"
 """A depthwise 3 x 3 convolution of tokens with GELU after it, and the gradient of both.
 
-A program takes some columns of an image and some channels, and moves down the image's rows. A thread has
-``COLUMNS`` adjacent columns, so that each value it reads from a row serves up to three of its results. Tiles
-are (GROUPS, C): one for each of these columns and one for the neighbour on either side. Values outside of the
-image are 0.
+A program takes ``COLUMNS`` adjacent columns of an image and some channels, and moves down the image's rows. A
+thread has all these columns of its channels, so that each value it reads from a row serves up to three of its
+results; a tuple has one tile of channels, (C,), for each column. Values outside of the image are 0.
+
+The number of channels is a compile-time constant: the addresses of neighbouring columns then differ by a
+constant, which takes neither instructions nor registers. While a row is processed, the next one is loading.
 """
 
 import triton
@@ -14,30 +16,45 @@ from softfree.ops.shared.kernels import gelu, gelu_and_slope
 
 
 @triton.jit
+def begin(CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The number of this program among those with the same channels, its channels, and which of them exist.
+
+    Programs that run side by side read channels that lie side by side.
+    """
+    tiles: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
+    channel = tl.program_id(0) % tiles * BLOCK_C + tl.arange(0, BLOCK_C)
+    if CHANNELS % BLOCK_C == 0:
+        inside = tl.full((BLOCK_C,), True, tl.int1)  # which the compiler can leave out
+    else:
+        inside = channel < CHANNELS
+    return tl.program_id(0) // tiles, channel, inside
+
+
+@triton.jit
 def load_filters(p_w, channel, inside, FLIP: tl.constexpr):
-    """The nine weights of each channel, row by row, each (1, C).
+    """The nine weights of each channel, row by row, each (C,).
 
     ``FLIP`` rotates the filter by 180 degrees.
     """
     weights = ()
     for place in tl.static_range(9):
         p_tap = p_w + channel * 9 + (8 - place if FLIP else place)
-        b_tap = tl.load(p_tap, mask=inside, other=0.0).to(tl.float32)
-        weights = weights + (b_tap[None, :],)
+        weights = weights + (tl.load(p_tap, mask=inside, other=0.0).to(tl.float32),)
     return weights
 
 
 @triton.jit
 def load_row(
-    p_x, y, x, channel, inside, height, width, channels, BEFORE: tl.constexpr, AFTER: tl.constexpr
-):
-    """Row y of an image at columns x - BEFORE, ..., x + AFTER, each (GROUPS, C), not cast, 0 outside."""
-    p_row = p_x + ((y * width).to(tl.int64) + x[:, None]) * channels + channel[None, :]
-    exists = (y >= 0) & (y < height) & inside[None, :]
+    p_x, y, x, channel, inside, height, width,
+    CHANNELS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """Row y of an image at columns x - BEFORE, ..., x + AFTER, each (C,), not cast, 0 outside."""
+    p_row = p_x + ((y * width).to(tl.int64) + x) * CHANNELS
+    exists = (y >= 0) & (y < height)
     tiles = ()
     for place in tl.static_range(-BEFORE, AFTER + 1):
-        mask = ((x + place >= 0) & (x + place < width))[:, None] & exists
-        b_tile = tl.load(p_row + place * channels, mask=mask, other=0.0)
+        mask = inside & (exists & (x + place >= 0) & (x + place < width))
+        b_tile = tl.load(p_row + place * CHANNELS + channel, mask=mask, other=0.0)
         tiles = tiles + (b_tile,)
     return tiles
 
@@ -55,61 +72,54 @@ def add_row(sums, weights, row, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def each_column(b_tile, COLUMNS: tl.constexpr):
-    """The same tile for each column."""
+def repeated(b_tile, COUNT: tl.constexpr):
+    """A tuple of the same tile COUNT times."""
     tiles = ()
-    for _ in tl.static_range(COLUMNS):
+    for _ in tl.static_range(COUNT):
         tiles = tiles + (b_tile,)
     return tiles
 
 
 @triton.jit
-def position(item, height, width, channels, strips, tiles_x, rows,
-             COLUMNS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def position(item, height, width, strips, tiles_x, rows, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """The position of an item, which is a strip of rows of some columns.
 
-    Returns the offset of its image, its first row, the row after its last, and the first column of each
-    group.
+    Returns the offset of its image, its first row, the row after its last, and its first column.
     """
-    image = (item // (strips * tiles_x)).to(tl.int64) * height * width * channels
+    image = (item // (strips * tiles_x)).to(tl.int64) * height * width * CHANNELS
     top = item // tiles_x % strips * rows
-    x = (item % tiles_x * GROUPS + tl.arange(0, GROUPS)) * COLUMNS
-    return image, top, tl.minimum(top + rows, height), x
+    return image, top, tl.minimum(top + rows, height), item % tiles_x * COLUMNS
 
 
 @triton.jit
 def conv_gelu_kernel(
-    p_x, p_w, p_b, p_out, height, width, channels, strips, tiles_x, rows,
-    FAST: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr,
+    p_x, p_w, p_b, p_out, height, width, strips, tiles_x, rows,
+    FAST: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (images * strips * tiles_x, tiles of channels).
+    """Grid (images * strips * tiles_x * tiles of channels,).
 
     Writes ``gelu(conv(x) + b)`` of a strip of rows.
     """
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channel < channels
+    item, channel, inside = begin(CHANNELS, BLOCK_C)
     weights = load_filters(p_w, channel, inside, False)
-    b_b = tl.load(p_b + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    image, top, bottom, x = position(
-        tl.program_id(0), height, width, channels, strips, tiles_x, rows, COLUMNS, GROUPS
-    )
+    b_b = tl.load(p_b + channel, mask=inside, other=0.0).to(tl.float32)
+    image, top, bottom, x = position(item, height, width, strips, tiles_x, rows, CHANNELS, COLUMNS)
     p_x += image
-    start = each_column(tl.zeros((GROUPS, BLOCK_C), tl.float32) + b_b, COLUMNS)
-    row = load_row(p_x, top - 1, x, channel, inside, height, width, channels, 1, COLUMNS)
+    p_out += image
+    start = repeated(b_b, COLUMNS)
+    row = load_row(p_x, top - 1, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
     here = add_row(start, weights, row, 0, COLUMNS)
-    row = load_row(p_x, top, x, channel, inside, height, width, channels, 1, COLUMNS)
+    row = load_row(p_x, top, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
     here = add_row(here, weights, row, 3, COLUMNS)
     below = add_row(start, weights, row, 0, COLUMNS)
-    row = load_row(p_x, top + 1, x, channel, inside, height, width, channels, 1, COLUMNS)
+    row = load_row(p_x, top + 1, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
     for y in range(top, bottom):
-        # While this row is loading, the one before it is processed.
-        coming = load_row(p_x, y + 2, x, channel, inside, height, width, channels, 1, COLUMNS)
+        coming = load_row(p_x, y + 2, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
         here = add_row(here, weights, row, 6, COLUMNS)
-        places = image + ((y * width).to(tl.int64) + x[:, None]) * channels + channel[None, :]
+        p_row = p_out + ((y * width).to(tl.int64) + x) * CHANNELS
         for column in tl.static_range(COLUMNS):
             b_out = gelu(here[column], FAST).to(p_out.dtype.element_ty)
-            written = (x + column < width)[:, None] & inside[None, :]
-            tl.store(p_out + places + column * channels, b_out, mask=written)
+            tl.store(p_row + column * CHANNELS + channel, b_out, mask=inside & (x + column < width))
         here = add_row(below, weights, row, 3, COLUMNS)
         below = add_row(start, weights, row, 0, COLUMNS)
         row = coming
@@ -118,53 +128,58 @@ def conv_gelu_kernel(
 @triton.jit
 def conv_gelu_backward_kernel(
     p_g, p_x, p_w, p_b, p_dz, p_parts,
-    height, width, channels, strips, tiles_x, rows, items, stretches,
-    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr,
+    height, width, strips, tiles_x, rows, items, stretches,
+    FAST: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (stretches, tiles of channels). Writes dz for ``z = conv(x) + b``, and parts of b's gradient.
+    """Grid (stretches * tiles of channels,). Writes dz for ``z = conv(x) + b``, and parts of b's gradient.
 
     p_g: the gradient of ``gelu(z)``; it is overwritten by ``gelu(z)``.
     p_parts: (stretches, channels).
     """
-    stretch = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channel < channels
+    stretch, channel, inside = begin(CHANNELS, BLOCK_C)
     weights = load_filters(p_w, channel, inside, False)
-    b_b = tl.load(p_b + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    b_sum = tl.zeros((GROUPS, BLOCK_C), tl.float32)
-    start = each_column(b_sum + b_b, COLUMNS)
+    b_b = tl.load(p_b + channel, mask=inside, other=0.0).to(tl.float32)
+    b_sum = tl.zeros((BLOCK_C,), tl.float32)
+    start = repeated(b_b, COLUMNS)
     for item in range(stretch, items, stretches):
         image, top, bottom, x = position(
-            item, height, width, channels, strips, tiles_x, rows, COLUMNS, GROUPS
+            item, height, width, strips, tiles_x, rows, CHANNELS, COLUMNS
         )
         p_image = p_x + image
-        row = load_row(p_image, top - 1, x, channel, inside, height, width, channels, 1, COLUMNS)
+        p_grad = p_g + image
+        row = load_row(p_image, top - 1, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
         here = add_row(start, weights, row, 0, COLUMNS)
-        row = load_row(p_image, top, x, channel, inside, height, width, channels, 1, COLUMNS)
+        row = load_row(p_image, top, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
         here = add_row(here, weights, row, 3, COLUMNS)
         below = add_row(start, weights, row, 0, COLUMNS)
-        row = load_row(p_image, top + 1, x, channel, inside, height, width, channels, 1, COLUMNS)
+        row = load_row(p_image, top + 1, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
+        g = load_row(p_grad, top, x, channel, inside, height, width, CHANNELS, 0, COLUMNS - 1)
         for y in range(top, bottom):
             coming = load_row(
-                p_image, y + 2, x, channel, inside, height, width, channels, 1, COLUMNS
+                p_image, y + 2, x, channel, inside, height, width, CHANNELS, 1, COLUMNS
             )
-            g = load_row(
-                p_g + image, y, x, channel, inside, height, width, channels, 0, COLUMNS - 1
+            # Not beyond the strip: another program may have overwritten that row.
+            g_coming = load_row(
+                p_grad, y + 1, x, channel, inside, bottom, width, CHANNELS, 0, COLUMNS - 1
             )
             here = add_row(here, weights, row, 6, COLUMNS)
-            places = image + ((y * width).to(tl.int64) + x[:, None]) * channels + channel[None, :]
+            place = ((y * width).to(tl.int64) + x) * CHANNELS
+            p_row = p_dz + image + place
+            p_act = p_grad + place
             for column in tl.static_range(COLUMNS):
-                written = (x + column < width)[:, None] & inside[None, :]
-                p_here = places + column * channels
-                b_act, b_slope = gelu_and_slope(here[column])
+                written = inside & (x + column < width)
+                b_act, b_slope = gelu_and_slope(here[column], FAST)
                 b_dz = b_slope * g[column].to(tl.float32)
-                tl.store(p_dz + p_here, b_dz.to(p_dz.dtype.element_ty), mask=written)
-                tl.store(p_g + p_here, b_act.to(p_g.dtype.element_ty), mask=written)
+                p_here = p_row + column * CHANNELS + channel
+                tl.store(p_here, b_dz.to(p_dz.dtype.element_ty), mask=written)
+                p_here = p_act + column * CHANNELS + channel
+                tl.store(p_here, b_act.to(p_g.dtype.element_ty), mask=written)
                 b_sum += b_dz
             here = add_row(below, weights, row, 3, COLUMNS)
             below = add_row(start, weights, row, 0, COLUMNS)
             row = coming
-    tl.store(p_parts + stretch * channels + channel, tl.sum(b_sum, 0), mask=inside)
+            g = g_coming
+    tl.store(p_parts + stretch * CHANNELS + channel, b_sum, mask=inside)
 
 
 @triton.jit
@@ -186,57 +201,63 @@ def add_products(sums, x, row, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def conv_backward_kernel(
     p_dz, p_x, p_w, p_dx, p_parts,
-    height, width, channels, strips, tiles_x, rows, items, stretches,
-    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr,
+    height, width, strips, tiles_x, rows, items, stretches,
+    COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (stretches, tiles of channels). Writes dx (dz convolved with rotated filters), and parts of sums.
+    """Grid (stretches * tiles of channels,).
+
+    Writes dx (dz convolved with rotated filters), and parts of sums.
 
     p_parts: (stretches, 10, channels), the gradient of the rotated filters, row by row, and the sum of dx.
     """
-    stretch = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channel < channels
+    stretch, channel, inside = begin(CHANNELS, BLOCK_C)
     weights = load_filters(p_w, channel, inside, True)
-    b_sum = tl.zeros((GROUPS, BLOCK_C), tl.float32)
-    start = each_column(b_sum, COLUMNS)
-    sums = each_column(b_sum, 9)
+    b_sum = tl.zeros((BLOCK_C,), tl.float32)
+    start = repeated(b_sum, COLUMNS)
+    sums = repeated(b_sum, 9)
     for item in range(stretch, items, stretches):
         image, top, bottom, x = position(
-            item, height, width, channels, strips, tiles_x, rows, COLUMNS, GROUPS
+            item, height, width, strips, tiles_x, rows, CHANNELS, COLUMNS
         )
         p_image = p_dz + image
-        row = load_row(p_image, top - 1, x, channel, inside, height, width, channels, 1, COLUMNS)
-        x_here = load_row(
-            p_x + image, top, x, channel, inside, height, width, channels, 0, COLUMNS - 1
-        )
+        p_input = p_x + image
+        row = load_row(p_image, top - 1, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
+        x_here = load_row(p_input, top, x, channel, inside, height, width, CHANNELS, 0, COLUMNS - 1)
         here = add_row(start, weights, row, 0, COLUMNS)
         sums = add_products(sums, x_here, row, 0, COLUMNS)
-        row = load_row(p_image, top, x, channel, inside, height, width, channels, 1, COLUMNS)
+        row = load_row(p_image, top, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
         here = add_row(here, weights, row, 3, COLUMNS)
         sums = add_products(sums, x_here, row, 3, COLUMNS)
+        coming = load_row(p_image, top + 1, x, channel, inside, height, width, CHANNELS, 1, COLUMNS)
+        # Rows of x from `bottom` on are another item's.
+        x_below = load_row(
+            p_input, top + 1, x, channel, inside, bottom, width, CHANNELS, 0, COLUMNS - 1
+        )
         for y in range(top, bottom):
             # Row y of dx still lacks the row below it; row y + 1 still lacks its own row and the one below.
             below = add_row(start, weights, row, 0, COLUMNS)
-            within = tl.where(y + 1 < bottom, height, 0)  # else it is another item's row
-            x_below = load_row(
-                p_x + image, y + 1, x, channel, inside, within, width, channels, 0, COLUMNS - 1
-            )
             sums = add_products(sums, x_below, row, 0, COLUMNS)
-            row = load_row(p_image, y + 1, x, channel, inside, height, width, channels, 1, COLUMNS)
+            row = coming
+            coming = load_row(
+                p_image, y + 2, x, channel, inside, height, width, CHANNELS, 1, COLUMNS
+            )
+            x_coming = load_row(
+                p_input, y + 2, x, channel, inside, bottom, width, CHANNELS, 0, COLUMNS - 1
+            )
             here = add_row(here, weights, row, 6, COLUMNS)
             sums = add_products(sums, x_here, row, 6, COLUMNS)
             sums = add_products(sums, x_below, row, 3, COLUMNS)
-            places = image + ((y * width).to(tl.int64) + x[:, None]) * channels + channel[None, :]
+            p_row = p_dx + image + ((y * width).to(tl.int64) + x) * CHANNELS
             for column in tl.static_range(COLUMNS):
-                written = (x + column < width)[:, None] & inside[None, :]
-                b_dx = tl.where(written, here[column], 0.0)
-                tl.store(
-                    p_dx + places + column * channels, b_dx.to(p_dx.dtype.element_ty), mask=written
-                )
+                exists = x + column < width
+                b_dx = tl.where(exists, here[column], 0.0)
+                p_here = p_row + column * CHANNELS + channel
+                tl.store(p_here, b_dx.to(p_dx.dtype.element_ty), mask=inside & exists)
                 b_sum += b_dx
             here = add_row(below, weights, row, 3, COLUMNS)
             x_here = x_below
-    p_parts += stretch * 10 * channels + channel
+            x_below = x_coming
+    p_parts += stretch * 10 * CHANNELS + channel
     for place in tl.static_range(9):
-        tl.store(p_parts + place * channels, tl.sum(sums[place], 0), mask=inside)
-    tl.store(p_parts + 9 * channels, tl.sum(b_sum, 0), mask=inside)
+        tl.store(p_parts + place * CHANNELS, sums[place], mask=inside)
+    tl.store(p_parts + 9 * CHANNELS, b_sum, mask=inside)

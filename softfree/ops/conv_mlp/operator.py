@@ -27,6 +27,11 @@ from softfree.ops.shared.sums import column_sums, sum_of_parts
 
 SIDE = 3  # the only filter size that the kernels support
 ROWS = 28  # per strip; for few pictures a quarter of it, so that all processors have work
+COLUMNS = 4, 7  # per program; whichever leaves fewer beyond the image
+BLOCK_C = 128  # channels per program, two of them in each thread
+# Programs per processor in the backward pass. Each of the latter leaves ten sums per channel to be added up.
+GELU_PROGRAMS = 48
+PROGRAMS = 16
 
 
 class Weights(NamedTuple):
@@ -203,9 +208,10 @@ def _conv_gelu_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of the convolution's result and of its bias; GELU's result overwrites ``grad``."""
     channels = hidden.shape[-1]
-    stretches, run, _ = _backward_launches(
-        images, height, width, channels, devices.processors(hidden.device)
-    )
+    stretches, run = _backward_launch(
+        "conv_gelu_backward_kernel", GELU_PROGRAMS, images, height, width, channels,
+        devices.processors(hidden.device), FAST=devices.knows_ptx(),
+    )  # fmt: skip
     grad_conv = torch.empty_like(grad)
     parts = hidden.new_empty((stretches, channels), dtype=torch.float32)
     run(grad, hidden, filters.contiguous(), bias.contiguous(), grad_conv, parts)
@@ -217,9 +223,10 @@ def _conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the convolution's input and of the filters, and the former's sum over the tokens."""
     channels = grad.shape[-1]
-    stretches, _, run = _backward_launches(
-        images, height, width, channels, devices.processors(grad.device)
-    )
+    stretches, run = _backward_launch(
+        "conv_backward_kernel", PROGRAMS, images, height, width, channels,
+        devices.processors(grad.device),
+    )  # fmt: skip
     found = torch.empty_like(grad)
     parts = grad.new_empty((stretches, SIDE * SIDE + 1, channels), dtype=torch.float32)
     run(grad, hidden, filters.contiguous(), found, parts)
@@ -232,57 +239,47 @@ def _forward_launch(images: int, height: int, width: int, channels: int, process
     from softfree.ops.conv_mlp.kernels import conv_gelu_kernel
     from softfree.ops.shared.launching import Launch
 
-    tiles = _Tiles(images, height, width, channels, processors, columns=4, elements=256)
+    tiles = _Tiles(images, height, width, channels, processors)
     return Launch(
-        conv_gelu_kernel, (tiles.items, tiles.of_channels), tiles.sizes,
-        FAST=devices.knows_ptx(), **tiles.blocks, num_warps=2,
+        conv_gelu_kernel, (tiles.items * tiles.of_channels,), tiles.sizes,
+        FAST=devices.knows_ptx(), **tiles.blocks,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_launches(
-    images: int, height: int, width: int, channels: int, processors: int
-) -> tuple[int, Any, Any]:
-    """The number of stretches, and the launches that write the gradients after and before the convolution."""
-    from softfree.ops.conv_mlp.kernels import conv_backward_kernel, conv_gelu_backward_kernel
+def _backward_launch(
+    kernel: str, programs: int, images: int, height: int, width: int, channels: int,
+    processors: int, **options: Any,
+) -> tuple[int, Any]:  # fmt: skip
+    """The number of stretches that leave parts of sums, and the launch of a backward kernel.
+
+    There are up to so many ``programs`` per processor.
+    """
+    from softfree.ops.conv_mlp import kernels
     from softfree.ops.shared.launching import Launch
 
-    tiles = _Tiles(images, height, width, channels, processors, columns=2, elements=512)
-    # Three programs fit on a processor, and there should be two rounds of them.
-    stretches = max(1, min(tiles.items, 6 * processors // tiles.of_channels))
-    first, second = (
-        Launch(
-            kernel, (stretches, tiles.of_channels), (*tiles.sizes, tiles.items, stretches),
-            **tiles.blocks, num_warps=4,
-        )
-        for kernel in (conv_gelu_backward_kernel, conv_backward_kernel)
+    tiles = _Tiles(images, height, width, channels, processors)
+    stretches = max(1, min(tiles.items, programs * processors // tiles.of_channels))
+    return stretches, Launch(
+        getattr(kernels, kernel), (stretches * tiles.of_channels,),
+        (*tiles.sizes, tiles.items, stretches), **tiles.blocks, **options,
     )  # fmt: skip
-    return stretches, first, second
 
 
 class _Tiles:
-    """The work of a kernel's programs: strips of rows, with a few columns and channels each.
+    """The work of a kernel's programs: strips of rows, with a few columns and channels each."""
 
-    Args:
-        columns: adjacent columns per thread.
-        elements: elements per tile.
-    """
-
-    def __init__(
-        self, images: int, height: int, width: int, channels: int, processors: int,
-        *, columns: int, elements: int,
-    ):  # fmt: skip
-        columns = min(columns, power_of_two(width))
-        groups = min(8 // columns, power_of_two(tiles_of(width, columns)))
-        block_c = min(elements // groups, power_of_two(channels))
-        self.blocks = dict(COLUMNS=columns, GROUPS=groups, BLOCK_C=block_c)
+    def __init__(self, images: int, height: int, width: int, channels: int, processors: int):
+        columns = min(COLUMNS, key=lambda columns: columns * tiles_of(width, columns))
+        block_c = min(BLOCK_C, power_of_two(channels))
+        self.blocks = dict(COLUMNS=columns, CHANNELS=channels, BLOCK_C=block_c, num_warps=2)
         self.of_channels = tiles_of(channels, block_c)
-        across = tiles_of(width, groups * columns)
+        across = tiles_of(width, columns)
         strips = tiles_of(height, ROWS)
-        if images * strips * across * self.of_channels < 8 * processors:
+        if images * strips * across * self.of_channels < 16 * processors:
             strips = tiles_of(height, ROWS // 4)
         self.items = images * strips * across
-        self.sizes = height, width, channels, strips, across, tiles_of(height, strips)
+        self.sizes = height, width, strips, across, tiles_of(height, strips)
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:

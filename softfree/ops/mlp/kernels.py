@@ -23,7 +23,7 @@ def mlp_backward_kernel(
         exists = (row < rows)[:, None] & (column < columns)[None, :]
         b_g = tl.load(p_g + places, mask=exists, other=0.0).to(tl.float32)
         b_h = tl.load(p_h + places, mask=exists, other=0.0).to(tl.float32)
-        b_act, b_slope = gelu_and_slope(b_h)
+        b_act, b_slope = gelu_and_slope(b_h, False)
         b_dh = b_g * b_slope
         tl.store(p_dh + places, b_dh.to(p_dh.dtype.element_ty), mask=exists)
         tl.store(p_g + places, b_act.to(p_g.dtype.element_ty), mask=exists)
