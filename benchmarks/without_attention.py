@@ -1,10 +1,11 @@
-"""What is left of a model without its attention? Runs any softfree command with the attention switched off.
+"""What is left of a model without its attention? Runs any softfree command with softmax-free attention switched off.
 
     python benchmarks/without_attention.py train classification --model softpp_tiny --data-dir D --output OUT
     python benchmarks/without_attention.py validate classification --checkpoint OUT/last --data-dir D
     python benchmarks/without_attention.py --own-values train classification --model softfree_tiny --data-dir D --output OUT
 
-Nothing passes from token to token by attention; parameters, blocks and training stay the same. There are two controls:
+Nothing passes from token to token by softmax-free attention; parameters, blocks and training stay the same. Softmax layers,
+such as the last stage of ``*_release`` models, and rivals are left as they are. There are two controls:
 
 - By default the attention adds 0. In SOFT and SOFT++ the depthwise convolution of the values still uses the layer's
   projections. In ``softfree_*`` there is no such convolution, so that these projections do nothing, and part of what

@@ -25,7 +25,7 @@ class Judgement(NamedTuple):
     Attributes:
         total: sum of the absolute weights of a row (softmax: 1), for the head with the largest sum.
         contrast: range of a row's weights relative to its largest absolute weight, for the head with the
-            largest.
+            largest; of a flat layer, dead heads are left out.
         word: "" if any head attends to something; otherwise "flat", or "dead" if all heads are.
     """
 

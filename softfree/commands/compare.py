@@ -37,6 +37,7 @@ from softfree.training.devices import autocast, choose_device
 from softfree.training.logs import TEST_RESULT
 from softfree.training.longrange import (
     RECIPES,
+    WINDOW_PER_CELL,
     LongRange,
     LongRangeSettings,
     build_encoder,
@@ -138,7 +139,7 @@ def check(settings: CompareSettings) -> None:
     Report(settings.run.device, settings.csv, settings.draw).check()
     known = sorted(set().union(*map(option_names, settings.attentions)))
     for word in settings.model.attention_options:
-        if "=" in word:
+        if "=" in word and word != WINDOW_PER_CELL:  # for twins, whichever attentions are compared
             check_choices("--model-kwargs", [word.partition("=")[0]], known)
     for name in settings.attentions:
         model_arguments(settings_for(settings, name).model, TASKS[settings.data.task])

@@ -139,7 +139,7 @@ class ImageData:
 
 
 def both_splits(load: Callable[[str], T]) -> tuple[T, T]:
-    """Return ``load("train")`` and ``load("val")``; if both raise, combine their errors."""
+    """``load("train")`` and ``load("val")``; faults of either become one FileNotFoundError or ValueError."""
     found, faults = [], []
     for split in ("train", "val"):
         try:

@@ -111,7 +111,7 @@ class Explorer:
     def convergence(self, place: Place) -> dict[str, Any]:
         """The residuals of the worst head after 0, 1, ... Newton steps.
 
-        They are empty unless the layer is softmax-free.
+        They are empty unless the layer is softmax-free and its inverse is Newton's.
         """
         with self._computing:
             layer = self.layer(place)

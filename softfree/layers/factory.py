@@ -120,7 +120,7 @@ def option_names(name: str) -> set[str]:
 def attention_name(model: nn.Module) -> str | None:
     """The name of a model's attention; None if it has none.
 
-    It is the first one that is not softmax, because pyramids may end in softmax attention.
+    It is the first one that is not softmax, if any, because pyramids may end in softmax attention.
 
     Example:
         >>> attention_name(create_attention("softpp", 64)), attention_name(nn.Linear(2, 2))

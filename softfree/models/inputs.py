@@ -164,7 +164,7 @@ class Sequences(Inputs):
 
 
 def _shortest(module: nn.Module) -> int:
-    """The shortest sequence for a module of an encoder at which exporters treat no size as a constant."""
+    """The shortest sequence that a module of an encoder takes, and at which exporters take no size as constant."""
     if isinstance(module, AverageLandmarks | ConvLandmarks):
         return module.stride + 1  # two landmarks
     if isinstance(module, FirstLandmarks | RandomLandmarks | SpreadLandmarks) and module.strict:

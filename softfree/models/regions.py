@@ -281,7 +281,7 @@ def sample(labels: Tensor, sampler: BalancedPositiveNegativeSampler) -> tuple[Te
     """Positions and labels (n, S) of a sample from labels (n, P): objects (> 0) first, then background (0).
 
     It has as many objects as the sampler wants, or as there are, and background in the remaining positions.
-    If there is too little of both, the remaining labels are -1.
+    If there is too little of it, the remaining labels are -1.
     """
     size, most = (
         min(int(wanted), labels.shape[1])

@@ -360,8 +360,8 @@ def check_same_run(folder: Path, settings_json: str) -> None:
     differing = different_settings(made_with, json.loads(settings_json), OF_THE_RUN, MAY_CHANGE)
     if differing:
         raise ValueError(
-            f"{folder} was written by a run with {', '.join(differing)}; use the same settings, or start a "
-            "new run in another `output`"
+            f"{folder} was written by a run with {', '.join(differing)}; use the same settings, "
+            f"as `config` {folder / SETTINGS} does, or start a new run in another `output`"
         )
 
 

@@ -101,6 +101,9 @@ class LongRangeSettings:
 
 # Batch, steps, warm-up and learning rate are those of the Nyströmformer's comparison, which the SOFT papers
 # use. It evaluates more often on listops (every 50 steps), retrieval (300) and pathfinder (312).
+# For twins: equal cells that share their window with others are hard to tell apart.
+WINDOW_PER_CELL = "stride=1"
+
 _LR = 1e-4
 RECIPES = {
     task: LongRangeSettings(
@@ -158,10 +161,9 @@ class LongRange(Task):
         model = settings.model
         options = model.attention_options
         if settings.data.task == "twins" and not any(o.startswith("stride=") for o in options):
-            # Every cell is a window: equal cells that share theirs with others are hard to tell apart.
             known = option_names(model.attention) if model.attention in ATTENTIONS else set()
             model = dataclasses.replace(
-                model, attention_options=(*["stride=1"] * ("stride" in known), *options)
+                model, attention_options=(*[WINDOW_PER_CELL] * ("stride" in known), *options)
             )
         return dataclasses.replace(settings, model=model, optim=optim, run=run)
 

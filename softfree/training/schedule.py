@@ -33,7 +33,7 @@ class Schedule:
         if warmup >= total:
             raise ValueError(
                 f"the warm-up of {warmup} steps (`warmup_epochs`, `warmup_steps`) must be shorter than "
-                f"the run of {total} (`epochs`, `steps`); `warmup_epochs` 0 turns it off"
+                f"the run of {total} (`epochs`, `steps`); 0 for both turns it off"
             )
         unit = 1 if optim.steps else steps_per_epoch
         milestones = tuple(milestone * unit for milestone in optim.decay_milestones)

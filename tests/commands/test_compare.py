@@ -83,6 +83,26 @@ def test_compare_trains_and_measures_a_task_with_a_label_per_token(tmp_path, cap
     assert int(rows[0]["macs"]) == 2 * block + n * (channels * dim + dim * mlp + mlp * 2)
 
 
+def test_on_twins_attentions_without_windows_keep_their_own_arguments(tmp_path):
+    given = ["--task", "twins", "--attentions", "softmax", "performer", "--model-kwargs"]
+    small = [
+        "--seconds",
+        "0.01",
+        "--depth",
+        "1",
+        "--dim",
+        "16",
+        "--mlp-dim",
+        "16",
+        "--num-heads",
+        "2",
+    ]
+    path = tmp_path / "table.csv"
+    options = ["kernel=softmax", "--no-train", *small, "--device", "cpu", "--csv", str(path)]
+    assert compare.main([*given, *options, "--output", str(tmp_path / "out")]) == 0
+    assert [row["attention"] for row in read(path)] == ["softmax", "performer"]
+
+
 @pytest.mark.full
 def test_compare_without_training_measures_every_attention(command, tmp_path, capsys):
     path = tmp_path / "table.csv"

@@ -77,7 +77,7 @@ def has_matrix_units(device: torch.device) -> bool:
 
 @remembered
 def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU is Hopper, or newer with as much shared memory. Any other device counts as Hopper."""
+    """Whether the GPU is Hopper, or newer with as much shared memory. A device that is no GPU counts as it."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)
@@ -117,7 +117,7 @@ def knows_ptx() -> bool:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether launches go to this GPU. True for any other device."""
+    """Whether launches go to this GPU. True for a device that is no GPU."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 

@@ -196,7 +196,7 @@ def spread_backward_tokens(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WRITE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Contribution of tokens first..last to dL (M, D). With ``WRITE``, also writes their dT (dV for keys).
+    """Contribution of tokens first..last to dL (M, D). With ``WRITE``, also writes their dT, and dV for keys.
 
     ``E = R * (G W^T)`` for queries, ``E = P^T * (V dU^T)`` for keys, and the sum of both if tokens are both.
     Then ``dT = scale (E L - rowsum(E) T)`` and ``dL = scale (E^T T - colsum(E) L)``. The terms of dL cancel
