@@ -276,7 +276,7 @@ class _Tiles:
         self.of_channels = tiles_of(channels, block_c)
         across = tiles_of(width, columns)
         strips = tiles_of(height, ROWS)
-        if images * strips * across * self.of_channels < 16 * processors:
+        if images * strips * across * self.of_channels < PROGRAMS * processors:
             strips = tiles_of(height, ROWS // 4)
         self.items = images * strips * across
         self.sizes = height, width, strips, across, tiles_of(height, strips)

@@ -41,12 +41,17 @@ def load(source: Path) -> ctypes.CDLL | None:
         return None
 
 
+def is_off() -> bool:
+    """Whether the user wants no compiled code."""
+    return os.environ.get("SOFTFREE_NATIVE") == "0"
+
+
 def compiler() -> str | None:
     """The path of a C compiler: ``CC``, cc, gcc or clang.
 
     None if there is none or ``SOFTFREE_NATIVE=0`` is set.
     """
-    if os.environ.get("SOFTFREE_NATIVE") == "0" or os.name != "posix":
+    if is_off() or os.name != "posix":
         return None
     names = [os.environ.get("CC"), "cc", "gcc", "clang"]
     return next((path for name in names if name and (path := shutil.which(name))), None)

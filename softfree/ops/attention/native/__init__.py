@@ -9,7 +9,6 @@ the backward pass.
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def obstacle(q: Tensor) -> str | None:
         return "it computes in float32, got torch.float64"
     if available():
         return None
-    if os.environ.get("SOFTFREE_NATIVE") == "0":
+    if compiled_c.is_off():
         return "SOFTFREE_NATIVE=0 turns it off"
     return "there is no C compiler (cc, or the one in CC), or it failed"
 
@@ -98,7 +97,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.forward`."""
     points = _Landmarks(inputs, settings.scale)
-    if points.far.all():
+    if points.far is not None and points.far.all():
         return chunked.forward(inputs, settings, keep)
     queries, keys = _passes(points, inputs)
     u = keys.collect(inputs.v, inputs.key_mask)
@@ -109,7 +108,7 @@ def forward(
         w = mix(u, points.matrix, inverse, settings)
     x = queries.spread(w).to(inputs.q.dtype)
     kept = chunked.to_keep(inverse, u, inputs, settings) if keep else (LEFT_OUT, LEFT_OUT)
-    if points.far.any():
+    if points.far is not None:
         careful = chunked.forward(_samples(points.far, inputs), settings, keep)
         _replace(points.far, (x, *kept), careful)
     return x, *kept
@@ -120,7 +119,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`softfree.ops.attention.chunked.backward`."""
     points = _Landmarks(inputs, settings.scale)
-    if points.far.all():
+    if points.far is not None and points.far.all():
         return chunked.backward(grad, inputs, inverse, u, settings)
     q, k, v, landmarks, mask, _ = inputs
     queries, keys = _passes(points, inputs)
@@ -146,7 +145,7 @@ def backward(
     grad_landmarks.add_(products - totals * points.centred, alpha=scale)
     grad_landmarks = grad_landmarks.to(landmarks.dtype).view(landmarks.shape)
     grads = grad_q.to(q.dtype), grad_k, grad_v.to(v.dtype), grad_landmarks
-    if points.far.any():
+    if points.far is not None:
         far, far_inputs = points.far, _samples(points.far, inputs)
         careful = chunked.backward(grad[far], far_inputs, inverse[far], u[far], settings)
         _replace(far, grads, careful)
@@ -171,7 +170,8 @@ class _Landmarks:
     centre, side: (batch * heads, d) and (batch * heads, m, d + 2), as in attention.c.
     centred: the landmarks minus their centre, (batch * heads, m, d), float64.
     matrix: A, (batch * heads, m, m), float64.
-    far: (batch,), whether float32 would cancel too many digits, see :mod:`softfree.ops.attention.chunked`.
+    far: (batch,), whether float32 would cancel too many digits, see :mod:`softfree.ops.attention.chunked`;
+        None, as nearly always, if it would for no sample.
     """
 
     def __init__(self, inputs: Inputs, scale: float):
@@ -189,7 +189,10 @@ class _Landmarks:
             *map(_address, (self.centre, self.centred, self.side, self.matrix, farthest)),
             torch.get_num_threads(),
         )  # fmt: skip
-        self.far = (scale * farthest > FAR).any(1)
+        self.far: Tensor | None = None
+        most = farthest.max().item() if farthest.numel() > 0 else 0.0
+        if not scale * most <= FAR:  # also for NaN, beside which another sample may be far
+            self.far = (scale * farthest > FAR).any(1)
 
     def solve(self, u: Tensor, settings: AttentionSettings, keep: bool) -> tuple[Tensor, Tensor]:
         """The inverse factor of ``A + ridge I`` (only with ``keep``), and ``W = Y' U``.
