@@ -101,9 +101,6 @@ class LongRangeSettings:
 
 # Batch, steps, warm-up and learning rate are those of the Nyströmformer's comparison, which the SOFT papers
 # use. It evaluates more often on listops (every 50 steps), retrieval (300) and pathfinder (312).
-# For twins: equal cells that share their window with others are hard to tell apart.
-WINDOW_PER_CELL = "stride=1"
-
 _LR = 1e-4
 RECIPES = {
     task: LongRangeSettings(
@@ -124,7 +121,9 @@ RECIPES = {
         ("pathfinder", 256, 62_400, 312, 624, 8),
     )
 }  # fmt: skip
-# Our own task: enough for two blocks to learn to find equal cells within seconds.
+# For our own task: equal cells that share their window with others are hard to tell apart.
+WINDOW_PER_CELL = "stride=1"
+# Enough for two blocks to learn to find equal cells within seconds.
 RECIPES["twins"] = LongRangeSettings(
     "twins",
     data=LongRangeDataSettings(task="twins"),
