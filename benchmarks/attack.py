@@ -17,6 +17,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import faulthandler
 import io
 import itertools
 import json
@@ -103,6 +104,7 @@ def attempt(attack: Attack, folder: Path) -> Verdict:
 
 
 def _be_attacked(attack: Attack, said: Path) -> None:
+    faulthandler.disable()  # a test's would write to the stderr of the parent
     with said.open("w") as file:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(file.fileno(), 2)
