@@ -643,7 +643,7 @@ def request_attacks(seed: int, count: int, folder: Path) -> Iterator[Attack]:
     hosts = ("127.0.0.1:8642", "[", "evil.example", "localhost:x", "", "[::1]:8642", 300 * "a")
     sites = (None, "cross-site", "same-site", "same-origin", "none", "x")
     paths = ("/", "/api/setup", "/api/photos", "/api/photos/sample-1", "/api/photos/%00", "/../x", "/api/capture", "/api/maps",
-             "/api/convergence", "/%ff", "/api/photos/" + 5000 * "a")  # fmt: skip
+             "/api/inverse", "/%ff", "/api/photos/" + 5000 * "a")  # fmt: skip
     questions = {"model": (0, -1, 10**30, "x", ""), "photo": ("sample-1", "x", "\x00"), "size": (64, 0, 10**9, "nan"),
                  "stage": (1, 0, -1, 99, 10**30), "x": (0.5, "nan", "inf", -1), "y": (0.5, 1e308), "block": (0, -1, 10**6),
                  "steps": (3, -1, 10**9)}  # fmt: skip

@@ -240,20 +240,24 @@ class SoftLayer(AttentionLayer):
         powers = torch.exp2(torch.arange(iterations + 1, dtype=lam.dtype, device=lam.device))
         return (lam * self._cut_off()[..., None] ** powers).amax(1) / lam[:, :1, 0]
 
-    def kept_eigenvalues(self) -> Tensor:
+    def kept_eigenvalues(self, iterations: int | None = None) -> Tensor:
         """The number of eigenvalues that are inverted by more than half, (heads,).
 
-        The others are mostly cut off.
+        The others are mostly cut off. ``iterations`` is as in :meth:`inverted_share`.
         """
-        return (self.inverted_share() > 0.5).sum(-1)
+        return (self.inverted_share(iterations) > 0.5).sum(-1)
 
-    def inverted_share(self) -> Tensor:
-        """Each eigenvalue ``lam`` times that of ``Y``, (heads, m): 1 if inverted, 0 if cut off."""
+    def inverted_share(self, iterations: int | None = None) -> Tensor:
+        """Each eigenvalue ``lam`` times that of ``Y``, (heads, m): 1 if inverted, 0 if cut off.
+
+        ``iterations`` is the number of Newton steps; None: as many as the layer takes. A solve takes none.
+        """
         if self.method == "solve":
             return self.eigenvalues * solve_spectrum(
                 self.eigenvalues, ridge=self.ridge, order=self.order
             )
-        return 1 - self._cut_off() ** (2.0**self.iterations)
+        steps = self.iterations if iterations is None else iterations
+        return 1 - self._cut_off() ** (2.0**steps)
 
     def _cut_off(self) -> Tensor:
         """``|1 - alpha lam^2|`` of every eigenvalue, (heads, m)."""

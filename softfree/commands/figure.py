@@ -1,8 +1,8 @@
 """Draw the papers' figures for a model and one of your photos.
 
 `softfree figure heatmap` shows where a patch attends to, `convergence` how fast the Newton iteration
-converges, `spectrum` the eigenvalues behind it and the effect of the normalisation, and `resolution` the
-accuracy against the size of the images.
+converges or what a solve inverts, `spectrum` the eigenvalues behind it and the effect of the
+normalisation, and `resolution` the accuracy against the size of the images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,12 @@ from rich.console import Console
 from rich.progress import track
 
 from softfree.analysis.capture import SoftLayer, capture_attention
-from softfree.analysis.convergence import draw_convergence, residual_curves
+from softfree.analysis.convergence import (
+    draw_convergence,
+    draw_shares,
+    residual_curves,
+    share_curves,
+)
 from softfree.analysis.heatmap import Group, draw_heat_maps, heat_panels, layer_title
 from softfree.analysis.judgement import judge_layer
 from softfree.analysis.pictures import landscape, load_photo
@@ -147,10 +152,12 @@ def convergence(
 ) -> int:
     """Draw how fast the Newton iteration converges, per stage: the mean, and the range as a band (Fig. 5).
 
+    If all layers solve, it draws how far they invert each eigenvalue instead.
+
     Args:
         data_dir: a folder of photos, including subfolders; otherwise parts of a drawn picture.
         images: maximum number of photos, chosen evenly from the folder.
-        iterations: number of Newton steps to draw.
+        iterations: number of Newton steps to draw; nothing if the layers solve.
         img_size: side of the square the model sees; otherwise the training size.
         draw: the file to write: .png, .svg or .pdf.
     """
@@ -164,12 +171,16 @@ def convergence(
     pictures = drawn_parts(count) if paths is None else map(load_photo, paths)
     views = (subject.look(picture, img_size).pixels for picture in pictures)
     progress = track(views, "images", count, console=Console(stderr=True), transient=True)
-    curves = residual_curves(subject.model, progress, iterations)
     layers = [m for m in subject.model.modules() if isinstance(m, SoftAttention)]
     taken = {layer.iterations for layer in layers if layer.inverse == "newton"}
     what = f"{count} {'parts of a drawn picture' if paths is None else 'photos'}"
-    colour = colour_of(attention_name(subject.model))
-    save_figure(draw_convergence(curves, taken, f"{subject.title}, {what}", colour), draw)
+    title, colour = f"{subject.title}, {what}", colour_of(attention_name(subject.model))
+    if layers and not taken:
+        figure = draw_shares(share_curves(subject.model, progress), title, colour)
+    else:
+        curves = residual_curves(subject.model, progress, iterations)
+        figure = draw_convergence(curves, taken, title, colour)
+    save_figure(figure, draw)
     return 0
 
 

@@ -108,17 +108,30 @@ class Explorer:
             metadata = self.subjects[model].metadata
             return {"layers": layers, "top": top_classes(captured.output, metadata)}
 
-    def convergence(self, place: Place) -> dict[str, Any]:
-        """The residuals of the worst head after 0, 1, ... Newton steps.
+    def inverse(self, place: Place) -> dict[str, list]:
+        """What a layer's inverse keeps of A, in its worst head.
 
-        They are empty unless the layer is softmax-free and its inverse is Newton's.
+        - ``residuals``: after 0, 1, ... Newton steps; a single one for a solve.
+        - ``kept``: with each of them, the number of eigenvalues that are inverted by more than half.
+        - ``shares``: how far the layer inverts each eigenvalue, the largest first: 1 fully, 0 not at all.
+
+        The lists are empty unless the layer is softmax-free.
         """
         with self._computing:
             layer = self.layer(place)
-            if not isinstance(layer, SoftLayer) or layer.method == "solve":
-                return {"residuals": [], "steps_needed": None}
-            worst = layer.expected_residuals(MOST_STEPS).amax(0)
-            return {"residuals": worst.tolist(), "steps_needed": layer.steps_needed()}
+            if not isinstance(layer, SoftLayer):
+                return {"residuals": [], "kept": [], "shares": []}
+            if layer.method == "solve":
+                residuals = layer.residual()[:, None]
+            else:
+                residuals = layer.expected_residuals(MOST_STEPS)
+            kept = [int(layer.kept_eigenvalues(steps).min()) for steps in range(residuals.shape[1])]
+            shares = layer.inverted_share()[layer.kept_eigenvalues().argmin()]
+            return {
+                "residuals": residuals.amax(0).tolist(),
+                "kept": kept,
+                "shares": shares.tolist(),
+            }
 
     def layer(self, place: Place) -> AttentionLayer:
         """The layer at a place; raises ValueError if the model has none."""

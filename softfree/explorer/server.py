@@ -122,9 +122,9 @@ def create_app(
     def capture(model: Model, photo: str, size: Size) -> dict[str, Any]:
         return explorer.describe(model, photo, size)
 
-    @app.get("/api/convergence")
-    def convergence(place: Layer) -> dict[str, Any]:
-        return explorer.convergence(place)
+    @app.get("/api/inverse")
+    def inverse(place: Layer) -> dict[str, list]:
+        return explorer.inverse(place)
 
     @app.get("/api/maps")
     def maps(

@@ -1,10 +1,15 @@
-"""Residual curves of a model's layers, gathered by stage."""
+"""Residuals and inverted shares of a model's layers, gathered by stage and drawn."""
 
 import pytest
 import torch
 
 from softfree.analysis.capture import capture_attention
-from softfree.analysis.convergence import residual_curves
+from softfree.analysis.convergence import (
+    draw_convergence,
+    draw_shares,
+    residual_curves,
+    share_curves,
+)
 
 from .small import small
 
@@ -23,6 +28,32 @@ def test_every_image_block_and_head_has_a_curve_in_its_stage():
     torch.testing.assert_close(curves[1][:1], first.residuals(6))
 
 
-def test_a_model_without_newton_steps_has_no_curves():
+def test_shares_of_a_solve_are_those_of_every_image_block_and_head():
+    model = small("softfree_tiny")
+    images = torch.randn(2, 3, 64, 64)
+    curves = share_curves(model, images)
+    assert [found.shape[0] for found in curves.values()] == [2, 4, 6, 8]
+    last = capture_attention(model, images[1]).soft_layers[-1]
+    torch.testing.assert_close(curves[4][-last.heads :], last.inverted_share())
+
+
+def test_the_figures_say_what_was_taken_and_what_is_inverted():
+    shares = {1: torch.tensor([[1.0, 0.9, 0.2], [1.0, 0.6, 0.1]]), 3: torch.ones(1, 3)}
+    figure = draw_shares(shares, "tiny, cats", "red")
+    assert figure.get_suptitle() == "What the solve inverts: tiny, cats"
+    assert [axes.texts[0].get_text() for axes in figure.axes] == [
+        "2 of 3 above half",
+        "3 of 3 above half",
+    ]
+    assert list(figure.axes[0].lines[0].get_xdata()) == [1, 2, 3]
+    figure = draw_convergence({1: torch.tensor([[1.0, 0.1, 1e-3]])}, {1}, "tiny, cats", "red")
+    assert list(figure.axes[0].lines[0].get_xdata()) == [0, 1, 2]
+    assert "Newton steps" in figure.axes[0].get_xlabel() and "(1)" in figure.get_supxlabel()
+
+
+@pytest.mark.parametrize(
+    "read", [share_curves, lambda model, images: residual_curves(model, images, 3)]
+)
+def test_a_model_without_softmax_free_layers_has_no_curves(read):
     with pytest.raises(ValueError, match="no softmax-free layer"):
-        residual_curves(small("softpp_tiny", attention="softmax"), torch.randn(1, 3, 64, 64), 3)
+        read(small("softpp_tiny", attention="softmax"), torch.randn(1, 3, 64, 64))

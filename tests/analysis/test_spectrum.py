@@ -46,6 +46,18 @@ def test_landmarks_that_coincide_leave_the_norm_finite():
     assert without.isfinite().all() and normalized.isfinite().all() and without.max() < 1e3
 
 
+def test_the_label_of_a_stage_says_how_many_eigenvalues_a_solve_inverts():
+    layers = capture_attention(small("softfree_tiny"), torch.randn(3, 64, 64)).soft_layers
+    norms = {layer.m: [spectral_norms(layer.landmarks, layer.scale)] for layer in layers}
+    figure = draw_spectrum(layers, norms, "softfree_tiny, cats", COLOURS["softfree"])
+    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    means = [layer.kept_eigenvalues().double().mean().item() for layer in layers]
+    assert texts == [
+        f"stage {layer.stage}: {mean:.0f} of {layer.m} inverted"
+        for layer, mean in zip(layers, means, strict=True)
+    ]
+
+
 def test_eigenvalues_are_numbered_by_whole_numbers_and_the_title_says_what_is_seen():
     layers = capture_attention(small("softpp_tiny"), torch.randn(3, 64, 64)).soft_layers
     norms = {layer.m: [spectral_norms(layer.landmarks, layer.scale)] for layer in layers}

@@ -57,6 +57,27 @@ def test_several_attentions_stand_side_by_side(tmp_path):
         assert picture.width > 2 * picture.height
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"landmarks": "average", "query_gain": 1e-3}, "attends to everything alike"),
+        ({"landmark_gain": 30.0}, "attends to next to nothing"),
+    ],
+)
+def test_a_heat_map_warns_of_layers_that_do_little(changes, words, photo, tmp_path, capsys):
+    checkpoint = classifier_checkpoint(tmp_path / "dull" / "best", **changes)
+    given = ("--checkpoint", checkpoint, "--draw", tmp_path / "map.png")
+    assert run("heatmap", photo, *given) == 0
+    out = capsys.readouterr().out
+    assert "warning softpp_tiny, dull: stages." in out and words in out
+
+
+def test_a_heat_map_of_the_own_family_has_nothing_to_warn_of(photo, tmp_path, capsys):
+    given = ("--model", "softfree_tiny", "--img-size", 64, "--draw", tmp_path / "map.png")
+    assert run("heatmap", photo, *given) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_path):
     output = tmp_path / "out" / "convergence.svg"
     given = ("--checkpoint", checkpoint, "--iterations", 6, "--draw", output)
@@ -65,6 +86,15 @@ def test_convergence_is_drawn_from_a_folder_of_photos(checkpoint, photo, tmp_pat
     assert text.startswith("<?xml")
     assert run("convergence", *given, "--images", 2) == 0
     assert output.read_text() != text
+
+
+def test_for_a_model_that_solves_convergence_draws_what_it_inverts(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("softfree.commands.figure.save_figure", lambda *given: drawn.append(given))
+    given = ("--img-size", 64, "--images", 1, "--draw", tmp_path / "shares.png")
+    for model, words in (("softfree_tiny", "What the solve inverts"), ("softpp_tiny", "Newton")):
+        assert run("convergence", "--model", model, *given) == 0
+        assert words in drawn[-1][0].get_suptitle()
 
 
 def test_the_spectrum_is_drawn(checkpoint, photo, tmp_path):

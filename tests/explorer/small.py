@@ -1,4 +1,4 @@
-"""A small explorer: two models with random weights, and two drawn photos."""
+"""A small explorer: three models with random weights, and two drawn photos."""
 
 from io import BytesIO
 
@@ -18,6 +18,7 @@ def subjects() -> list[Subject]:
     return [
         Subject("SOFT++ run", spread(small("softpp_tiny", strides=(2, 2, 1, 1))), classifier),
         Subject("softmax run", spread(small("softpp_tiny", attention="softmax")), classifier),
+        Subject("softfree run", small("softfree_tiny"), classifier),
     ]
 
 

@@ -73,21 +73,40 @@ def test_a_layer_of_another_kind_has_the_one_map_it_computes(explorer):
     assert isinstance(layer, SoftmaxLayer)
     expected = layer.heat_map(layer.token_at(0.5, 0.5)).double()[None]
     torch.testing.assert_close(explorer.heat_maps(place, 0.5, 0.5, steps=3), expected)
-    assert explorer.convergence(place) == {"residuals": [], "steps_needed": None}
+    assert explorer.inverse(place) == {"residuals": [], "kept": [], "shares": []}
     assert explorer.describe(1, "sample-1", 64)["layers"][0]["variants"] == ["softmax"]
 
 
-def test_convergence_is_that_of_the_iteration(explorer):
+def test_residuals_and_what_is_kept_are_those_of_the_iteration(explorer):
     place = Place(0, "sample-2", 64, 2, -1)
     layer = explorer.layer(place)
     assert isinstance(layer, SoftLayer)
-    found = explorer.convergence(place)
-    assert len(found["residuals"]) == MOST_STEPS + 1
+    found = explorer.inverse(place)
+    assert len(found["residuals"]) == len(found["kept"]) == MOST_STEPS + 1
+    assert found["kept"][3] == replace(layer, iterations=3).kept_eigenvalues().min()
+    assert sum(share > 0.5 for share in found["shares"]) == found["kept"][layer.iterations]
     computed = layer.residuals(8).amax(0)
     torch.testing.assert_close(
         torch.tensor(found["residuals"][:9], dtype=computed.dtype), computed, rtol=1e-3, atol=1e-6
     )
-    assert found["residuals"][found["steps_needed"]] <= 1e-2
+
+
+def test_a_solve_says_what_it_keeps(explorer):
+    place = Place(2, "sample-1", 64, 1, -1)
+    layer = explorer.layer(place)
+    assert isinstance(layer, SoftLayer) and layer.method == "solve"
+    found = explorer.inverse(place)
+    assert found["residuals"] == [layer.residual().max().item()]
+    assert found["kept"] == [int(layer.kept_eigenvalues().min())]
+    assert found["shares"] == sorted(found["shares"], reverse=True)
+    assert sum(share > 0.5 for share in found["shares"]) == found["kept"][0]
+
+
+def test_a_layer_that_attends_to_everything_alike_is_described_so():
+    model = small("softfree_tiny", query_gain=1e-3)
+    explorer = Explorer([Subject("dull", model, dict(PREPARATION))], {"one": photo(0)})
+    layers = explorer.describe(0, "sample-1", 64)["layers"]
+    assert all("alike" in layer["warning"] for layer in layers)
 
 
 def test_the_likeliest_classes_are_the_models(explorer):

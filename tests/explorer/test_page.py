@@ -42,7 +42,11 @@ class Site:
 
     def __init__(self):
         torch.manual_seed(0)
-        models = [*subjects(), Subject("fresh (untrained)", small("softpp_tiny"), UNTRAINED)]
+        models = [
+            *subjects(),
+            Subject("fresh (untrained)", small("softpp_tiny"), UNTRAINED),
+            Subject("dull", small("softfree_tiny", query_gain=1e-3), dict(PREPARATION)),
+        ]
         samples = {"one": photo(0), "two": photo(1)}
         # Copies: two threads that capture from one model would record each other's layers.
         self.explorer = Explorer(deepcopy(models), samples)
@@ -330,7 +334,7 @@ def test_many_heads_lie_side_by_side(page):
 def test_an_untrained_model_is_said_so_and_lists_no_classes(site, browser):
     for page in open_page(site, browser):
         assert page.locator("#untrained").is_hidden()
-        page.locator("#model").select_option("2")
+        page.locator("#model").select_option("3")
         until(lambda: page.locator("body.busy").count() == 0)  # noqa: B023
         assert page.locator("#untrained").inner_text().startswith("Untrained.")
         assert page.locator("#classes").is_hidden()
@@ -376,7 +380,30 @@ def test_another_model_shows_its_own_attention(page, site):
     page.locator("#model").select_option("1")
     until(lambda: page.locator("#maps canvas").count() == 1)
     until(lambda: shows(page, 0, site.shades(0.5, 0.5, 0, model=1)))
-    assert page.locator("#newton").is_hidden()
+    assert page.locator("#inverse").is_hidden()
+
+
+def test_a_layer_that_solves_shows_what_it_keeps_and_has_no_steps(page, site):
+    until(lambda: "eigenvalues" in page.locator("#kept").inner_text())
+    page.locator("#model").select_option("2")
+    until(lambda: page.locator("#solve").is_visible())
+    found = site.explorer.inverse(Place(2, "sample-1", 64, 1, -1))
+    said = f"It inverts {found['kept'][0]} of {len(found['shares'])} eigenvalues by more than half."
+    until(lambda: page.locator("#kept").inner_text() == said)
+    assert page.locator("#residual").inner_text().startswith("Residual |AYA")
+    assert "converged" not in page.locator("#residual").inner_text()
+    assert "eigenvalue" in page.locator("#curve").get_attribute("aria-label")
+    for hidden in ("#newton", "#steps", "#own-steps"):
+        assert page.locator(hidden).is_hidden()
+    page.locator("#model").select_option("0")
+    until(lambda: page.locator("#steps").is_visible())
+    until(lambda: "converged" in page.locator("#residual").inner_text())
+
+
+def test_a_layer_that_attends_to_everything_alike_is_said_so(page):
+    page.locator("#model").select_option("4")
+    until(lambda: "alike" in page.locator("#warning").inner_text())
+    assert page.locator("#warning").inner_text().startswith("This layer ")
 
 
 def test_an_uploaded_photo_is_looked_at(page, site):

@@ -64,7 +64,11 @@ def test_fastapis_own_pages_are_off(client):
 
 def test_setup_lists_models_photos_and_limits(client):
     setup = client.get("/api/setup").json()
-    assert [model["title"] for model in setup["models"]] == ["SOFT++ run", "softmax run"]
+    assert [model["title"] for model in setup["models"]] == [
+        "SOFT++ run",
+        "softmax run",
+        "softfree run",
+    ]
     assert setup["models"][0]["own_size"] == 64 and 64 in setup["models"][0]["sizes"]
     assert setup["photos"] == [{"id": "sample-1", "name": "one"}, {"id": "sample-2", "name": "two"}]
     assert setup["limits"]["bytes"] == server.MAX_BYTES
@@ -93,7 +97,7 @@ def test_maps_are_the_packed_maps(client, models):
     [
         ({"stage": 9}, 422, "stage must be one of 1, 2, 3, 4, got 9"),
         ({"block": 5}, 422, "block must be at most 1"),
-        ({"model": 2}, 404, "there is no model 2"),
+        ({"model": 3}, 404, "there is no model 3"),
         ({"photo": "none"}, 422, "no longer kept"),
         ({"size": 4096}, 422, "less than or equal to 512"),
         ({"x": 1.5}, 422, "less than or equal to 1"),

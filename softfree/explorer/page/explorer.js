@@ -9,7 +9,7 @@ const CONVERGED = 1e-2;
 // them. `steps` null: as many as the layer uses.
 const state = {
   setup: null, wanted: { model: 0, photo: null, size: 224 }, captured: null, layers: [], layer: null,
-  heads: new Set([0, 1]), hidden: new Set(), steps: null, residuals: [], x: 0.5, y: 0.5, pinned: false, remembered: {},
+  heads: new Set([0, 1]), hidden: new Set(), steps: null, inverse: null, x: 0.5, y: 0.5, pinned: false, remembered: {},
 };
 let panels = [];
 const narrow = matchMedia("(max-width: 48rem)");
@@ -74,12 +74,13 @@ function blocksOf(stage) {
 function chooseLayer(stage, block) {
   const blocks = blocksOf(blocksOf(stage).length ? stage : state.layers[0].stage);
   state.layer = blocks.find((layer) => layer.block === block) ?? blocks.at(-1);
+  state.inverse = null;
   const heads = [...state.heads].filter((head) => head < state.layer.heads);
   state.heads = new Set(heads.length || !state.heads.size ? heads : [0, 1].slice(0, state.layer.heads));
   $("warning").textContent = state.layer.warning ? `This layer ${state.layer.warning}.` : "";
   showControls();
   buildMaps();
-  showConvergence();
+  fetchInverse();
   return refresh();
 }
 
@@ -270,49 +271,80 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
-// ---- the Newton iteration
+// ---- the inverse: Newton's steps, or what a solve keeps
 
-async function showConvergence() {
+async function fetchInverse() {
   const { layer } = state;
-  state.residuals = [];
-  $("newton").hidden = layer.steps === undefined;
-  if (layer.steps === undefined) return;
+  $("inverse").hidden = layer.landmarks === undefined;
+  if (layer.landmarks === undefined) return;
+  for (const id of ["newton", "steps", "own-steps"]) $(id).hidden = layer.steps === undefined;
+  $("solve").hidden = layer.steps !== undefined;
   try {
-    const { residuals } = await (await ask(`api/convergence?${layerQuery()}`)).json();
+    const inverse = await (await ask(`api/inverse?${layerQuery()}`)).json();
     if (layer !== state.layer) return;
-    state.residuals = residuals;
-    showSteps();
+    state.inverse = inverse;
+    showInverse();
   } catch (problem) {
     say(problem.message);
   }
 }
 
-function showSteps() {
-  const { layer, residuals } = state;
-  const steps = state.steps ?? layer.steps;
+function showInverse() {
+  const { layer, inverse } = state;
+  const steps = layer.steps === undefined ? 0 : state.steps ?? layer.steps;
   $("steps").value = steps;
   $("steps-value").textContent = steps === layer.steps ? `${steps} (this model's)` : `${steps} (this model: ${layer.steps})`;
+  if (!inverse) return;
+  const { residuals, kept, shares } = inverse;
   const residual = residuals[steps];
-  if (residual === undefined) return;
-  const reached = residual <= CONVERGED ? "converged" : "not converged: small eigenvalues are cut off";
-  $("residual").textContent = `Residual |AYA − A| / |A|: ${short(residual)}, ${reached}.`;
-  $("steps").setAttribute("aria-valuetext", `${steps} steps, residual ${short(residual)}`);
-  drawCurve(residuals, steps);
+  $("kept").textContent = `It inverts ${kept[steps]} of ${layer.landmarks} eigenvalues by more than half.`;
+  let reached = "";
+  if (layer.steps === undefined) {
+    drawShares(shares);
+  } else {
+    reached = residual <= CONVERGED ? ", converged" : ", not converged: small eigenvalues are cut off";
+    $("steps").setAttribute("aria-valuetext", `${steps} steps, residual ${short(residual)}`);
+    drawResiduals(residuals, steps);
+  }
+  $("residual").textContent = `Residual |AYA − A| / |A|: ${short(residual)}${reached}.`;
+}
+
+// The frame of a curve: places across for 0 to `last`, and down for 0 at the top to 1 at the bottom.
+function frame(last) {
+  const [left, right, top, bottom] = [26, 230, 6, 56];
+  return {
+    across: (value) => left + ((right - left) * value) / last,
+    down: (part) => top + (bottom - top) * part,
+    line: (y) => shape("line", { class: "goal", x1: left, x2: right, y1: y, y2: y }),
+    rows: (labels) => labels.map(([y, text]) => shape("text", { x: left - 3, y: y + 3, "text-anchor": "end" }, text)),
+    columns: (labels) => labels.map(([x, text]) => shape("text", { x, y: 67, "text-anchor": "middle" }, String(text))),
+  };
 }
 
 // The height covers residuals from 1 to 1e-6; smaller ones are drawn at the bottom.
-function drawCurve(residuals, steps) {
-  const [left, right, top, bottom] = [26, 230, 6, 56];
-  const across = (step) => left + ((right - left) * step) / (residuals.length - 1);
-  const down = (value) => top + ((bottom - top) * Math.min(6, -Math.log10(Math.max(value, 1e-9)))) / 6;
-  const points = residuals.map((value, step) => `${across(step)},${down(value)}`).join(" ");
+function drawResiduals(residuals, steps) {
+  const { across, down, line, rows, columns } = frame(residuals.length - 1);
+  const at = (value) => down(Math.min(6, -Math.log10(Math.max(value, 1e-9))) / 6);
+  $("curve").setAttribute("aria-label", "Residual against Newton steps");
   $("curve").replaceChildren(
-    shape("line", { class: "goal", x1: left, x2: right, y1: down(CONVERGED), y2: down(CONVERGED) }),
-    shape("polyline", { class: "line", points }),
-    shape("circle", { class: "now", cx: across(steps), cy: down(residuals[steps]), r: 4 }),
-    ...[[1, "1"], [CONVERGED, "1e−2"], [1e-6, "1e−6"]].map(([value, text]) =>
-      shape("text", { x: left - 3, y: down(value) + 3, "text-anchor": "end" }, text)),
-    ...[0, 10, 20, 30, 40].map((step) => shape("text", { x: across(step), y: 67, "text-anchor": "middle" }, String(step))),
+    line(at(CONVERGED)),
+    shape("polyline", { class: "line", points: residuals.map((value, step) => `${across(step)},${at(value)}`).join(" ") }),
+    shape("circle", { class: "now", cx: across(steps), cy: at(residuals[steps]), r: 4 }),
+    ...rows([[at(1), "1"], [at(CONVERGED), "1e−2"], [at(1e-6), "1e−6"]]),
+    ...columns([0, 10, 20, 30, 40].map((step) => [across(step), step])),
+  );
+}
+
+function drawShares(shares) {
+  const { across, down, line, rows, columns } = frame(Math.max(1, shares.length - 1));
+  const at = (share) => down(1 - share);
+  const last = shares.length - 1;
+  $("curve").setAttribute("aria-label", "How far each eigenvalue is inverted, the largest first");
+  $("curve").replaceChildren(
+    line(at(0.5)),
+    shape("polyline", { class: "line", points: shares.map((share, place) => `${across(place)},${at(share)}`).join(" ") }),
+    ...rows([[at(1), "1"], [at(0.5), "half"], [at(0), "0"]]),
+    ...columns([...new Set([0, last >> 1, last])].map((place) => [across(place), place + 1])),
   );
 }
 
@@ -350,7 +382,7 @@ function showControls() {
       + `SOFT and ${layer.variants[1]} differ only in the normalisation of the inverse. Softmax shows what softmax attention `
       + "would do with these queries and keys; it is not a model trained with softmax."
       + (layer.steps === undefined ? "" : ` Newton steps affect SOFT and ${layer.variants[1]}.`);
-  showSteps();
+  showInverse();
 }
 
 function chips(id, type, items) {
@@ -567,8 +599,8 @@ function listen() {
     state.heads = new Set([0]);
     rebuild();
   });
-  $("steps").addEventListener("input", () => { state.steps = Number($("steps").value); showSteps(); refresh(); });
-  $("own-steps").addEventListener("click", () => { state.steps = null; showSteps(); refresh(); });
+  $("steps").addEventListener("input", () => { state.steps = Number($("steps").value); showInverse(); refresh(); });
+  $("own-steps").addEventListener("click", () => { state.steps = null; showInverse(); refresh(); });
   $("size").addEventListener("input", chooseSize);
   $("size").addEventListener("change", load);
   $("file").addEventListener("change", () => { upload($("file").files[0]); $("file").value = ""; });
