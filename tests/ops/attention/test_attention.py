@@ -31,6 +31,7 @@ from .problems import (
 EPS = torch.finfo(torch.float32).eps
 backends = pytest.mark.parametrize("backend", BACKENDS)
 wide_backends = pytest.mark.parametrize("backend", ["reference", "torch"])
+inverses = pytest.mark.parametrize("inverse", ["newton", "solve"])
 variants = pytest.mark.parametrize("normalize", [True, False], ids=["softpp", "soft"])
 
 # n, m, d; together they cover n 1..20000, m 1..300, d 1..64, masks, d_v != d and cross-attention.
@@ -65,9 +66,11 @@ def shaped(name: str, smooth: bool) -> Problem:
 
 
 @functools.cache
-def definition(name: str, smooth: bool, dtype: torch.dtype, normalize: bool) -> dict[str, Tensor]:
+def definition(
+    name: str, smooth: bool, dtype: torch.dtype, normalize: bool, inverse: str = "newton"
+) -> dict[str, Tensor]:
     """The float64 reference on inputs that ``dtype`` can represent."""
-    return solve(shaped(name, smooth).rounded(dtype), normalize=normalize)
+    return solve(shaped(name, smooth).rounded(dtype), normalize=normalize, inverse=inverse)
 
 
 @functools.cache
@@ -102,10 +105,12 @@ def test_float32_is_within_1e_5(backend, name, smooth, normalize):
     + [(name, True) for name in SMOOTH_SHAPES],
 )
 @backends
-def test_half_precision_inputs_are_within_5e_3(backend, name, smooth, dtype):
+@inverses
+def test_half_precision_inputs_are_within_5e_3(backend, name, smooth, dtype, inverse):
     for normalize in (True, False):
-        got = solve(shaped(name, smooth), backend, dtype, normalize=normalize)
-        for part, error in errors(got, definition(name, smooth, dtype, normalize)).items():
+        got = solve(shaped(name, smooth), backend, dtype, normalize=normalize, inverse=inverse)
+        expected = definition(name, smooth, dtype, normalize, inverse)
+        for part, error in errors(got, expected).items():
             assert error < 5e-3, (part, normalize)
 
 
@@ -193,8 +198,9 @@ def test_ill_conditioned_inputs_lose_no_more_than_the_inverse_amplifies(
 @variants
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("cross", [False, True])
+@inverses
 def test_gradients_are_those_of_the_function_where_well_conditioned(
-    backend, normalize, masked, cross
+    backend, normalize, masked, cross, inverse
 ):
     problem = random_problem(
         n=4, m=3, d=3, n_k=5 if cross else None, d_v=2, heads=1, masked=masked, spread=1.5
@@ -208,7 +214,7 @@ def test_gradients_are_those_of_the_function_where_well_conditioned(
 
     def function(*tensors: Tensor) -> Tensor:
         changed = dataclasses.replace(problem, **dict(zip(names, tensors, strict=True)))
-        return attend(changed, backend, normalize=normalize)
+        return attend(changed, backend, normalize=normalize, inverse=inverse)
 
     assert torch.linalg.cond(kernel_of(problem)).max() < 50
     assert torch.autograd.gradcheck(function, arguments)
@@ -216,27 +222,29 @@ def test_gradients_are_those_of_the_function_where_well_conditioned(
 
 @backends
 @pytest.mark.parametrize("name", ["q", "k", "v", "landmarks"])
-def test_one_input_alone_may_need_a_gradient(backend, name):
+@inverses
+def test_one_input_alone_may_need_a_gradient(backend, name, inverse):
     problem = random_problem(n_k=11)
-    expected = solve(problem, "reference")[name]
+    expected = solve(problem, "reference", inverse=inverse)[name]
     tensor = getattr(problem, name).clone().requires_grad_()
-    out = attend(dataclasses.replace(problem, **{name: tensor}), backend)
+    out = attend(dataclasses.replace(problem, **{name: tensor}), backend, inverse=inverse)
     (grad,) = torch.autograd.grad(out, tensor, problem.grad.to(out))
     assert relative_error(grad, expected) < ROUNDING[backend]
 
 
 @backends
 @pytest.mark.parametrize("content", [math.nan, math.inf, 1e30])
-def test_a_masked_key_changes_nothing_whatever_it_holds(backend, content):
+@inverses
+def test_a_masked_key_changes_nothing_whatever_it_holds(backend, content, inverse):
     problem = random_problem(n=9, n_k=12, masked=True)
-    expected = solve(problem, backend, torch.float32)
+    expected = solve(problem, backend, torch.float32, inverse=inverse)
     absent = ~problem.key_mask[:, None, :, None]
     spoilt = dataclasses.replace(
         problem,
         k=problem.k.masked_fill(absent, content),
         v=problem.v.masked_fill(absent, content),
     )
-    for name, value in solve(spoilt, backend, torch.float32).items():
+    for name, value in solve(spoilt, backend, torch.float32, inverse=inverse).items():
         assert torch.equal(value, expected[name]), name
     assert not expected["k"].masked_select(absent).any()
     assert not expected["v"].masked_select(absent).any()
@@ -244,31 +252,35 @@ def test_a_masked_key_changes_nothing_whatever_it_holds(backend, content):
 
 @backends
 @pytest.mark.parametrize("content", [math.nan, math.inf, 1e30])
-def test_the_value_of_a_masked_token_changes_nothing(backend, content):
+@inverses
+def test_the_value_of_a_masked_token_changes_nothing(backend, content, inverse):
     problem = random_problem(masked=True)
-    expected = solve(problem, backend, torch.float32)
+    expected = solve(problem, backend, torch.float32, inverse=inverse)
     absent = ~problem.key_mask[:, None, :, None]
     spoilt = dataclasses.replace(problem, v=problem.v.masked_fill(absent, content))
-    for name, value in solve(spoilt, backend, torch.float32).items():
+    for name, value in solve(spoilt, backend, torch.float32, inverse=inverse).items():
         assert torch.equal(value, expected[name]), name
 
 
 @backends
-def test_a_masked_token_that_is_nan_spoils_no_other_query(backend):
+@inverses
+def test_a_masked_token_that_is_nan_spoils_no_other_query(backend, inverse):
     problem = random_problem(masked=True)
-    expected = attend(problem, backend)
+    expected = attend(problem, backend, inverse=inverse)
     absent = ~problem.key_mask[:, None, :, None]
-    out = attend(dataclasses.replace(problem, q=problem.q.masked_fill(absent, math.nan)), backend)
+    spoilt = dataclasses.replace(problem, q=problem.q.masked_fill(absent, math.nan))
+    out = attend(spoilt, backend, inverse=inverse)
     present = problem.key_mask[:, None, :, None].expand_as(out)
     assert torch.equal(out[present], expected[present])
 
 
 @backends
 @pytest.mark.parametrize("cross", [False, True])
-def test_a_sample_without_keys_gives_zeros(backend, cross):
+@inverses
+def test_a_sample_without_keys_gives_zeros(backend, cross, inverse):
     problem = random_problem(n=9, n_k=12 if cross else None, masked=True)
     problem.key_mask[1] = False
-    results = solve(problem, backend)
+    results = solve(problem, backend, inverse=inverse)
     for name, value in results.items():
         assert value.isfinite().all(), name
         assert not value[1].any(), name
@@ -278,7 +290,8 @@ def test_a_sample_without_keys_gives_zeros(backend, cross):
 @backends
 @variants
 @pytest.mark.parametrize("content", [0.0, math.nan, math.inf])
-def test_a_masked_landmark_is_one_left_out(backend, normalize, content):
+@inverses
+def test_a_masked_landmark_is_one_left_out(backend, normalize, content, inverse):
     problem = random_problem(n=9, m=6, n_k=12)
     mask = torch.tensor([True, False, True, True, False, True])
     spoilt = dataclasses.replace(
@@ -287,8 +300,8 @@ def test_a_masked_landmark_is_one_left_out(backend, normalize, content):
         landmark_mask=mask.expand(2, 6),
     )
     without = dataclasses.replace(problem, landmarks=problem.landmarks[:, :, mask])
-    got = solve(spoilt, backend, normalize=normalize)
-    expected = solve(without, backend, normalize=normalize)
+    got = solve(spoilt, backend, normalize=normalize, inverse=inverse)
+    expected = solve(without, backend, normalize=normalize, inverse=inverse)
     assert not got["landmarks"][:, :, ~mask].any()
     got["landmarks"] = got["landmarks"][:, :, mask]
     for name, error in errors(got, expected).items():
@@ -296,17 +309,19 @@ def test_a_masked_landmark_is_one_left_out(backend, normalize, content):
 
 
 @backends
-def test_a_sample_without_landmarks_gives_zeros(backend):
+@inverses
+def test_a_sample_without_landmarks_gives_zeros(backend, inverse):
     problem = random_problem(landmarks_masked=True)
     problem.landmark_mask[0] = False
-    for name, value in solve(problem, backend).items():
+    for name, value in solve(problem, backend, inverse=inverse).items():
         assert value.isfinite().all(), name
         assert not value[0].any(), name
 
 
 @backends
 @given(seed=st.integers(0, 1000), n_k=st.integers(1, 40), masked=st.booleans())
-def test_the_order_of_the_keys_does_not_matter(backend, seed, n_k, masked):
+@inverses
+def test_the_order_of_the_keys_does_not_matter(backend, seed, n_k, masked, inverse):
     problem = random_problem(n=5, n_k=n_k, masked=masked, seed=seed)
     order = torch.randperm(n_k, generator=torch.Generator().manual_seed(seed))
     permuted = dataclasses.replace(
@@ -315,7 +330,8 @@ def test_the_order_of_the_keys_does_not_matter(backend, seed, n_k, masked):
         v=problem.v[:, :, order],
         key_mask=problem.key_mask[:, order] if masked else None,
     )
-    assert relative_error(attend(permuted, backend), attend(problem, backend)) < ROUNDING[backend]
+    expected = attend(problem, backend, inverse=inverse)
+    assert relative_error(attend(permuted, backend, inverse=inverse), expected) < ROUNDING[backend]
 
 
 @backends
@@ -345,18 +361,20 @@ def test_a_sample_is_the_same_alone_and_in_a_batch(backend, seed, n, m, masked, 
 
 @backends
 @given(seed=st.integers(0, 1000), n=st.integers(1, 12), m=st.integers(1, 6))
-def test_the_attention_matrix_is_symmetric_where_queries_are_keys(backend, seed, n, m):
+@inverses
+def test_the_attention_matrix_is_symmetric_where_queries_are_keys(backend, seed, n, m, inverse):
     problem = random_problem(n=n, m=m, batch=1, seed=seed)
     identity = torch.eye(n, dtype=torch.float64).expand(1, 2, n, n)
-    matrix = attend(dataclasses.replace(problem, v=identity), backend)
+    matrix = attend(dataclasses.replace(problem, v=identity), backend, inverse=inverse)
     assert relative_error(matrix, matrix.mT) < ROUNDING[backend]
 
 
 @backends
-def test_queries_as_keys_equal_the_same_tensor_given_as_keys(backend):
+@inverses
+def test_queries_as_keys_equal_the_same_tensor_given_as_keys(backend, inverse):
     problem = random_problem(masked=True)
-    alone = solve(problem, backend)
-    given_twice = solve(dataclasses.replace(problem, k=problem.q), backend)
+    alone = solve(problem, backend, inverse=inverse)
+    given_twice = solve(dataclasses.replace(problem, k=problem.q), backend, inverse=inverse)
     given_twice["q"] = given_twice["q"] + given_twice.pop("k")
     for name, error in errors(given_twice, alone).items():
         assert error < ROUNDING[backend], name
@@ -370,22 +388,24 @@ def test_no_scale_means_one_over_the_root_of_the_channels(backend):
 
 @backends
 @given(factor=st.floats(0.01, 100), seed=st.integers(0, 1000))
-def test_the_scale_multiplies_squared_distances(backend, factor, seed):
+@inverses
+def test_the_scale_multiplies_squared_distances(backend, factor, seed, inverse):
     problem = random_problem(seed=seed)
     larger = dataclasses.replace(
         problem, q=factor * problem.q, landmarks=factor * problem.landmarks
     )
-    expected = attend(problem, backend, scale=0.3)
-    out = attend(larger, backend, scale=0.3 / factor**2)
+    expected = attend(problem, backend, scale=0.3, inverse=inverse)
+    out = attend(larger, backend, scale=0.3 / factor**2, inverse=inverse)
     assert relative_error(out, expected) < max(1e-9, ROUNDING[backend])
 
 
 @backends
-def test_a_common_shift_changes_nothing(backend):
+@inverses
+def test_a_common_shift_changes_nothing(backend, inverse):
     problem = random_problem()
     shifted = dataclasses.replace(problem, q=problem.q + 50, landmarks=problem.landmarks + 50)
-    exact = attend(shifted.rounded(torch.float32), "reference")
-    out = attend(shifted.map(lambda t: t.float()), backend)
+    exact = attend(shifted.rounded(torch.float32), "reference", inverse=inverse)
+    out = attend(shifted.map(lambda t: t.float()), backend, inverse=inverse)
     assert relative_error(out, exact) < 1e-5
 
 
@@ -412,9 +432,10 @@ def test_a_large_common_shift_costs_float32_no_digits(backend, inverse):
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_strides_do_not_matter(backend, dtype):
+@inverses
+def test_strides_do_not_matter(backend, dtype, inverse):
     problem = random_problem(n=9, n_k=12, d_v=5, batch=3)
-    expected = solve(problem, backend, dtype)
+    expected = solve(problem, backend, dtype, inverse=inverse)
 
     def heads_inside(t: Tensor) -> Tensor:
         return t.transpose(1, 2).contiguous().transpose(1, 2)
@@ -423,37 +444,41 @@ def test_strides_do_not_matter(backend, dtype):
         return t.mT.contiguous().mT
 
     for layout in (heads_inside, channels_first):
-        for name, error in errors(solve(problem.map(layout), backend, dtype), expected).items():
+        got = solve(problem.map(layout), backend, dtype, inverse=inverse)
+        for name, error in errors(got, expected).items():
             assert error < (1e-6 if dtype == torch.float32 else 1e-2), (name, layout.__name__)
 
 
 @backends
-def test_expanded_inputs_and_gradients_are_read_correctly(backend):
+@inverses
+def test_expanded_inputs_and_gradients_are_read_correctly(backend, inverse):
     problem = random_problem(batch=1)
     expanded = problem.map(lambda t: t.expand(3, -1, -1, -1))
     expanded = dataclasses.replace(
         expanded, grad=torch.ones(1, dtype=torch.float64).expand_as(expanded.grad)
     )
     copied = expanded.map(lambda t: t.contiguous())
-    got, expected = solve(expanded, backend), solve(copied, backend)
+    got, expected = (solve(p, backend, inverse=inverse) for p in (expanded, copied))
     for name, error in errors(got, expected).items():
         assert error < ROUNDING[backend], name
 
 
 @backends
-def test_the_same_call_gives_the_same_bits(backend):
+@inverses
+def test_the_same_call_gives_the_same_bits(backend, inverse):
     problem = random_problem(n=785, m=49, d=32)
-    first = solve(problem, backend, torch.float32)
-    second = solve(problem, backend, torch.float32)
+    first = solve(problem, backend, torch.float32, inverse=inverse)
+    second = solve(problem, backend, torch.float32, inverse=inverse)
     for name in first:
         assert torch.equal(first[name], second[name]), name
 
 
 @backends
 @pytest.mark.parametrize("cross", [False, True])
-def test_an_empty_batch_gives_an_empty_result(backend, cross):
+@inverses
+def test_an_empty_batch_gives_an_empty_result(backend, cross, inverse):
     problem = random_problem(n_k=9 if cross else None, d_v=5, batch=0, masked=True)
-    results = solve(problem, backend, torch.float32)
+    results = solve(problem, backend, torch.float32, inverse=inverse)
     assert results["out"].shape == (0, 2, 17, 5)
     assert results["landmarks"].shape == problem.landmarks.shape
 
@@ -468,9 +493,12 @@ def test_merging_the_heads_of_the_result_copies_nothing():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @backends
-def test_keys_that_are_the_queries_themselves_take_the_path_without_keys(backend, compiled):
+@inverses
+def test_keys_that_are_the_queries_themselves_take_the_path_without_keys(
+    backend, compiled, inverse
+):
     q, v, landmarks = (t.requires_grad_() for t in tensors().values())
-    attend = functools.partial(softfree.soft_attention, backend=backend)
+    attend = functools.partial(softfree.soft_attention, backend=backend, inverse=inverse)
     function = lambda q, k, v, landmarks: attend(q, k, v, landmarks)  # noqa: E731
     if compiled:
         torch.compiler.reset()
@@ -482,28 +510,32 @@ def test_keys_that_are_the_queries_themselves_take_the_path_without_keys(backend
     assert all(map(torch.equal, gradients, torch.autograd.grad(expected.sum(), inputs)))
 
 
-def test_auto_is_c_where_it_can_be_compiled_and_pytorch_in_float64():
+@inverses
+def test_auto_is_c_where_it_can_be_compiled_and_pytorch_in_float64(inverse):
     for dtype, backend in ((torch.float32, [*BACKENDS][-1]), (torch.float64, "torch")):
         problem = random_problem().map(lambda t, dtype=dtype: t.to(dtype))
-        out = softfree.soft_attention(problem.q, None, problem.v, problem.landmarks, backend="auto")
-        assert torch.equal(out, attend(problem, backend))
+        out = softfree.soft_attention(
+            problem.q, None, problem.v, problem.landmarks, backend="auto", inverse=inverse
+        )
+        assert torch.equal(out, attend(problem, backend, inverse=inverse))
 
 
 @backends
-def test_autocast_gives_its_dtype_and_keeps_the_inverse_in_float32(backend):
+@inverses
+def test_autocast_gives_its_dtype_and_keeps_the_inverse_in_float32(backend, inverse):
     # At this condition an inverse or a sum in bfloat16 would be wrong in the first digit.
     problem = clustered_problem(20, 8, 0.1)
     rounded = problem.rounded(torch.bfloat16)
     assert torch.linalg.cond(kernel_of(rounded)).max() > 1e4
     inputs = problem.map(lambda t: t.float().requires_grad_())
     with torch.autocast(BACKENDS[backend], dtype=torch.bfloat16):
-        out = attend(inputs, backend)
+        out = attend(inputs, backend, inverse=inverse)
     assert out.dtype == torch.bfloat16
     names = ("q", "v", "landmarks")
     grads = torch.autograd.grad(
         out, [getattr(inputs, name) for name in names], rounded.grad.to(out)
     )
-    expected = solve(rounded)
+    expected = solve(rounded, inverse=inverse)
     assert relative_error(out, expected["out"]) < 5e-3
     for name, grad in zip(names, grads, strict=True):
         assert grad.dtype == torch.float32
@@ -511,26 +543,26 @@ def test_autocast_gives_its_dtype_and_keeps_the_inverse_in_float32(backend):
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
-def test_a_backward_pass_under_autocast_is_the_same(backend):
+@inverses
+def test_a_backward_pass_under_autocast_is_the_same(backend, inverse):
     problem = clustered_problem(20, 8, 0.1)
     grads = []
     for enabled in (False, True):
         inputs = problem.map(lambda t: t.to(torch.bfloat16).requires_grad_())
-        out = attend(inputs, backend)
+        out = attend(inputs, backend, inverse=inverse)
         with torch.autocast(BACKENDS[backend], dtype=torch.bfloat16, enabled=enabled):
             grads.append(torch.autograd.grad(out, inputs.landmarks, inputs.grad.to(out))[0])
     assert torch.equal(*grads)
 
 
-def operator_arguments(
-    problem: Problem, *, normalize: bool = True, grad: bool = True
-) -> tuple[object, ...]:
+def operator_arguments(problem: Problem, inverse: str, *, grad: bool = True) -> tuple[object, ...]:
     """Positional arguments of ``torch.ops.softfree.attention``."""
     if grad:
         problem = problem.map(lambda t: t.detach().requires_grad_())
     tensors = (problem.q, problem.k, problem.v, problem.landmarks)
     masks = (problem.key_mask, problem.landmark_mask)
-    settings = AttentionSettings(0.4, normalize, InverseSettings(ridge=0.01))
+    method = InverseSettings(ridge=0.01) if inverse == "newton" else InverseSettings.solve(None, 2)
+    settings = AttentionSettings(0.4, True, method)
     return (*flatten(*tensors, *masks, settings, "torch"),)
 
 
@@ -547,15 +579,16 @@ REGISTRATION_PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", REGISTRATION_PROBLEMS)
-def test_the_operator_is_registered_correctly(name):
-    problem = REGISTRATION_PROBLEMS[name]()
-    torch.library.opcheck(torch.ops.softfree.attention.default, operator_arguments(problem))
+@inverses
+def test_the_operator_is_registered_correctly(name, inverse):
+    arguments = operator_arguments(REGISTRATION_PROBLEMS[name](), inverse)
+    torch.library.opcheck(torch.ops.softfree.attention.default, arguments)
 
 
 @pytest.mark.parametrize("name", REGISTRATION_PROBLEMS)
-def test_the_gradient_operator_is_registered_correctly(name):
-    problem = REGISTRATION_PROBLEMS[name]()
-    arguments = operator_arguments(problem, grad=False)
+@inverses
+def test_the_gradient_operator_is_registered_correctly(name, inverse):
+    arguments = operator_arguments(REGISTRATION_PROBLEMS[name](), inverse, grad=False)
     out, *kept = torch.ops.softfree.attention(*arguments)
     torch.library.opcheck(
         torch.ops.softfree.attention_backward.default,
@@ -592,13 +625,14 @@ def test_compiled_code_calls_the_operator():
         ),
     ],
 )
-def test_compiled_equals_eager(compiler, tmp_path, monkeypatch):
+@inverses
+def test_compiled_equals_eager(compiler, inverse, tmp_path, monkeypatch):
     # Else it might run what it compiled when the operator had other outputs.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def merged(q: Tensor, v: Tensor, landmarks: Tensor, mask: Tensor) -> Tensor:
         q, v, landmarks = (t.unflatten(2, (2, -1)).transpose(1, 2) for t in (q, v, landmarks))
-        out = softfree.soft_attention(2 * q, None, v, landmarks, key_mask=mask)
+        out = softfree.soft_attention(2 * q, None, v, landmarks, key_mask=mask, inverse=inverse)
         return out.transpose(1, 2).flatten(2) + 1
 
     shapes = {"q": (2, 17, 16), "v": (2, 17, 16), "landmarks": (2, 7, 16)}
