@@ -1,6 +1,7 @@
 """The operator with ``inverse="solve"``: every backend against the definition, and an exact gradient."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -52,18 +53,34 @@ def test_every_backend_computes_the_definition(backend, case, variant):
     assert max(in_float32.values()) < 1e-4
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("m", [1, 7, 49, 256])
-def test_float32_holds_on_hard_landmarks_and_is_never_nan(backend, m):
+@pytest.mark.parametrize("m", [1, 7, 49, 65, 128, 256])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_float32_holds_on_hard_landmarks_and_is_never_nan(m, order, normalize):
     problem = random_problem(n=60, m=m, d=32, batch=1, heads=1)
-    for kind, landmarks in hard_landmarks(m).items():
+    settings = dict(inverse="solve", order=order, normalize=normalize)
+    for (kind, landmarks), near in itertools.product(hard_landmarks(m).items(), [False, True]):
         hard = dataclasses.replace(problem, landmarks=landmarks[None, None])
+        if near:  # else hardly a token lies where some of these landmarks are
+            hard = dataclasses.replace(hard, q=landmarks[torch.arange(60) % m] + 0.3 * problem.q)
         hard = hard.rounded(torch.float32)
-        got = solve(hard, backend, torch.float32, inverse="solve")
-        expected = solve(hard, inverse="solve")
-        plain = errors(solve(hard, "reference", torch.float32, inverse="solve"), expected)
-        for part, error in errors(got, expected).items():
-            assert error < max(1e-5 if part == "out" else 1e-4, 2 * plain[part]), (kind, part)
+        expected = solve(hard, **settings)
+        plain = errors(solve(hard, "reference", torch.float32, **settings), expected)
+        # In plain float32 the landmarks' tiny results in far tokens miss the bar by a little at order 1.
+        assert plain["out"] < (1e-5 if order == 2 else 1.5e-5), kind
+        for backend in BACKENDS.keys() - {"reference"}:
+            found = errors(solve(hard, backend, torch.float32, **settings), expected)
+            assert found.pop("out") < 1e-5, (kind, near, backend)
+            for part, error in found.items():
+                assert error < max(1e-4, 2 * plain[part]), (kind, near, backend, part)
+
+
+def test_hard_landmarks_are_hard():
+    conditions = [
+        torch.linalg.cond(softfree.ops.attention.reference.gaussian_kernel(t, t, 32**-0.5)).item()
+        for t in hard_landmarks(49).values()
+    ]
+    assert min(conditions) < 1.01 and max(conditions) > 1e12
 
 
 def test_the_definition_is_the_formula_with_the_inverse_written_out():
@@ -83,8 +100,10 @@ def test_the_definition_is_the_formula_with_the_inverse_written_out():
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["apart", "coinciding"])
-def test_the_gradient_is_exact_in_every_argument(backend, order, kind):
+def test_the_gradient_is_exact_in_every_argument(backend, order, normalize, masked, kind):
     problem = random_problem(n=4, m=4, d=3, n_k=5, batch=1, heads=1)
     landmarks = problem.landmarks
     if kind == "coinciding":
@@ -92,8 +111,15 @@ def test_the_gradient_is_exact_in_every_argument(backend, order, kind):
     inputs = (problem.q, problem.k, problem.v, landmarks)
     inputs = tuple(t.detach().requires_grad_() for t in inputs)
 
+    masks = {}
+    if masked:
+        masks["landmark_mask"] = torch.tensor([[True, False, True, True]])
+    settings = dict(inverse="solve", order=order, normalize=normalize, backend=backend)
+
     def call(*tensors):
-        return softfree.soft_attention(*tensors, inverse="solve", order=order, backend=backend)
+        keys = torch.tensor([[True, True, False, True, True]])[:, : tensors[2].shape[2]]
+        given = masks | (dict(key_mask=keys) if masked else {})
+        return softfree.soft_attention(*tensors, **given, **settings)
 
     assert torch.autograd.gradcheck(call, inputs)
     alone = (inputs[0], inputs[2].detach()[:, :, :4].requires_grad_(), inputs[3])
@@ -135,15 +161,28 @@ def test_the_registered_operator_passes_opcheck(backend, n):
     torch.library.opcheck(torch.ops.softfree.attention.default, (*tensors, *settings, backend))
 
 
-def test_compiled_it_is_the_same():
-    problem = random_problem(n=40, m=9, smooth=True).map(lambda t: t.float())
+@pytest.mark.parametrize("order", [1, 2])
+def test_compiled_it_is_the_same_with_its_gradient(order):
+    problem = random_problem(n=40, m=9, n_k=23, masked=True, landmarks_masked=True)
+    problem = problem.map(lambda t: t.float())
 
-    def call(q, v, landmarks):
-        return softfree.soft_attention(q, None, v, landmarks, inverse="solve")
+    def results(attend):
+        inputs = {
+            name: getattr(problem, name).clone().requires_grad_()
+            for name in ("q", "k", "v", "landmarks")
+        }
+        out = attend(
+            **inputs,
+            key_mask=problem.key_mask,
+            landmark_mask=problem.landmark_mask,
+            inverse="solve",
+            order=order,
+        )
+        return out, *torch.autograd.grad(out, list(inputs.values()), problem.grad)
 
-    inputs = (problem.q, problem.v, problem.landmarks)
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs), call(*inputs))
+    torch.compiler.reset()
+    compiled = torch.compile(softfree.soft_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(results(compiled), results(softfree.soft_attention))
 
 
 def test_it_costs_fewer_operations_than_the_iteration():
@@ -174,22 +213,29 @@ def test_flops_of_the_gradient_are_those_counted_by_hand(order, products):
     assert counter.get_total_flops() == 2 * 4 * multiply_adds
 
 
-def test_exported_it_is_the_same():
-    problem = random_problem(n=40, m=49, d=16, smooth=True, landmarks_masked=True).map(
-        lambda t: t.float()
-    )
+@pytest.mark.parametrize("settings", [dict(), dict(order=1), dict(ridge=1e-3)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [dict(), dict(n_k=23), dict(landmarks_masked=True), dict(masked=True, landmarks_masked=True)],
+    ids=str,
+)
+def test_exported_it_is_the_same(case, settings):
+    problem = random_problem(n=40, m=49, d=16, smooth=True, **case).map(lambda t: t.float())
 
     class Attend(torch.nn.Module):
-        def forward(self, q, v, landmarks, mask):
+        def forward(self, q, v, landmarks, **given):
             return softfree.soft_attention(
-                q, None, v, landmarks, landmark_mask=mask, inverse="solve"
+                q, given.pop("k", None), v, landmarks, inverse="solve", **settings, **given
             )
 
-    inputs = (problem.q, problem.v, problem.landmarks, problem.landmark_mask)
-    program = torch.export.export(Attend(), inputs)
+    given = {name: getattr(problem, name) for name in ("k", "key_mask", "landmark_mask")}
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    inputs = (problem.q, problem.v, problem.landmarks)
+    program = torch.export.export(Attend(), inputs, given)
     names = {str(node.target) for node in program.graph.nodes}
     assert not any("softfree" in name or "cholesky" in name for name in names)
-    assert relative_error(program.module()(*inputs), Attend()(*inputs)) < 1e-5
+    exported = program.module()(*inputs, **given)
+    assert relative_error(exported, Attend()(*inputs, **given)) < 1e-4
 
 
 @pytest.mark.parametrize(
