@@ -67,6 +67,29 @@ SMALL = {
         150, 140, 8, batch=1, heads=1, landmark_mask=True
     ),
     "more landmarks and steps": Case(150, 140, 8, batch=1, heads=1, iterations=31, ridge=0.1),
+    "solve, landmarks in tiles": Case(
+        45, 40, 40, key_mask=True, landmark_mask=True, inverse="solve", ridge=0.1
+    ),
+    "solve, landmarks beyond the registers": Case(
+        110, 100, 16, batch=1, key_mask=True, landmark_mask=True, inverse="solve", ridge=0.1
+    ),
+    "solve, more landmarks than one program factors": Case(
+        150, 140, 8, batch=1, heads=1, landmark_mask=True, inverse="solve", ridge=0.1
+    ),
+    "solve, more landmarks, cross": Case(
+        50,
+        140,
+        8,
+        n_k=150,
+        d_v=16,
+        batch=1,
+        heads=1,
+        key_mask=True,
+        normalize=False,
+        inverse="solve",
+        order=1,
+        ridge=0.01,
+    ),
 }
 LARGE = {
     "stage 1": Case(3136, 49, 32),
@@ -86,8 +109,13 @@ LARGE = {
     ),
     "a program a head, long": Case(4096, 49, 32, batch=150, one_sign=True),
     "wide": Case(1000, 128, 128),
+    "wide, solve": Case(1000, 128, 128, key_mask=True, inverse="solve", ridge=0.1),
     "wider": Case(1000, 256, 128, batch=1, landmark_mask=True),
+    "wider, solve": Case(
+        1000, 256, 128, batch=1, landmark_mask=True, inverse="solve", order=1, ridge=0.01
+    ),
     "many landmarks": Case(2000, 500, 32, batch=1),
+    "many landmarks, solve": Case(2000, 500, 32, batch=1, inverse="solve", ridge=0.1),
 }
 
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import softfree
 from softfree.ops.attention.kernels import launch
-from softfree.ops.attention.settings import AttentionSettings
+from softfree.ops.attention.settings import AttentionSettings, InverseSettings
 from softfree.ops.mlp import operator as mlp
 from softfree.ops.shared.registration import flatten
 from softfree.ops.value_conv import operator as value_conv
@@ -29,8 +29,13 @@ CASES = {**SMALL, **{f"{name} (large)": case for name, case in LARGE.items()}}
 TYPICAL = {name: LARGE[name] for name in ("stage 1", "stage 3", "stage 3, solve")}
 
 
-def attend(q: torch.Tensor, v: torch.Tensor, landmarks: torch.Tensor) -> torch.Tensor:
-    return softfree.soft_attention(q, None, v, landmarks, backend="triton")
+inverses = pytest.mark.parametrize("inverse", ["newton", "solve"])
+
+
+def attend(
+    q: torch.Tensor, v: torch.Tensor, landmarks: torch.Tensor, inverse: str = "newton"
+) -> torch.Tensor:
+    return softfree.soft_attention(q, None, v, landmarks, backend="triton", inverse=inverse)
 
 
 @pytest.mark.parametrize("name, dtype", spread(CASES, DTYPES, in_full=("masks", "stage 1 (large)")))
@@ -80,33 +85,36 @@ def test_kernels_say_why_they_cannot_take_an_input():
         softfree.soft_attention(q, None, q, q[:, :, :8], backend="triton")
 
 
-def test_a_graph_replays_with_new_inputs():
+@inverses
+def test_a_graph_replays_with_new_inputs(inverse):
     q, v = torch.randn(2, 1, 4, 3136, 32, device="cuda").bfloat16()
     landmarks = q[:, :, ::64].contiguous()
-    attend(q, v, landmarks)
+    attend(q, v, landmarks, inverse)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attend(q, v, landmarks)
+        captured = attend(q, v, landmarks, inverse)
     v.copy_(torch.randn_like(v))
     graph.replay()
-    assert torch.equal(captured, attend(q, v, landmarks))
+    assert torch.equal(captured, attend(q, v, landmarks, inverse))
 
 
-def test_strided_inputs_and_an_empty_batch():
+@inverses
+def test_strided_inputs_and_an_empty_batch(inverse):
     qv = torch.randn(2, 400, 2, 4, 32, device="cuda").bfloat16()
     q, v = (t.transpose(1, 2) for t in qv.unbind(2))
     landmarks = q[:, :, ::8]
-    expected = attend(q.contiguous(), v.contiguous(), landmarks.contiguous())
-    assert torch.equal(attend(q, v, landmarks), expected)
-    assert attend(q[:0], v[:0], landmarks[:0]).shape == (0, 4, 400, 32)
+    expected = attend(q.contiguous(), v.contiguous(), landmarks.contiguous(), inverse)
+    assert torch.equal(attend(q, v, landmarks, inverse), expected)
+    assert attend(q[:0], v[:0], landmarks[:0], inverse).shape == (0, 4, 400, 32)
 
 
-def test_operator_is_registered_correctly():
+@pytest.mark.parametrize("method", [InverseSettings(), InverseSettings.solve(None, 2)])
+def test_operator_is_registered_correctly(method):
     case = Case(70, 9, 16, key_mask=True)
     tensors = arguments(case, "cuda")
     names = ("q", "k", "v", "landmarks")
     inputs = [t if t is None else t.float().requires_grad_() for t in (tensors[n] for n in names)]
-    settings = flatten(AttentionSettings(0.25), "triton")
+    settings = flatten(AttentionSettings(0.25, inverse=method), "triton")
     torch.library.opcheck(
         torch.ops.softfree.attention, (*inputs, tensors["key_mask"], None, *settings)
     )
