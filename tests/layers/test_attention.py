@@ -232,6 +232,8 @@ def test_the_settings_reach_the_operator(backend):
         dict(start="scaled"),
         dict(ridge=0.5),
         dict(normalize=False),
+        dict(inverse="solve", ridge=0.1),
+        dict(inverse="solve", ridge=0.1, order=1),
     ):
         other = copy.deepcopy(base)
         for name, value in change.items():

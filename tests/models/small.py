@@ -19,7 +19,14 @@ RELEASE = [
 ISOTROPIC = ["softfree_vit_small", "soft_vit_small", "softpp_vit_small"]
 ALL = [*OWN, *PAPER, *RELEASE, *ISOTROPIC]
 # One name of each kind of network; made small, the sizes of a family are one and the same.
-KINDS = ["softfree_tiny", "soft_tiny", "softpp_tiny", "softpp_tiny_release", "softpp_vit_small"]
+KINDS = [
+    "softfree_tiny",
+    "soft_tiny",
+    "softpp_tiny",
+    "softpp_tiny_release",
+    "softfree_vit_small",
+    "softpp_vit_small",
+]
 
 PYRAMID = dict(embed_dims=(16, 32, 48, 64), num_heads=(1, 2, 3, 4), depths=(1, 1, 1, 1))
 PLAIN = dict(embed_dim=32, num_heads=2, depth=3, patch_size=8)
