@@ -11,13 +11,15 @@ from softfree.ops.attention.settings import AttentionSettings, Inputs
 from softfree.ops.attention.solve import iterated_solve, ridge_solve
 from softfree.ops.shared.precision import compute_dtype
 
+BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
+
 
 def squared_distance(x: Tensor, y: Tensor) -> Tensor:
     """``||x_i - y_j||^2`` of (..., n, d) and (..., m, d): (..., n, m).
 
     Computed from differences, so it is never negative, and exactly 0 for equal points.
     """
-    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return torch.cdist(x, y, compute_mode=BY_DIFFERENCES).square()
 
 
 def gaussian_kernel(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
@@ -49,7 +51,11 @@ class _SquaredDistance(torch.autograd.Function):
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 points = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-                return torch.autograd.grad(squared_distance(*points), points, grad)
+                distance = torch.cdist(*points, compute_mode=BY_DIFFERENCES)
+                slope = 2 * distance.detach() * grad
+                # A distance that overflows has no weight in a kernel, and 0 times inf would be NaN.
+                slope = torch.where(distance.isinf() & (grad == 0), 0, slope)
+                return torch.autograd.grad(distance, points, slope)
         x, y = _centred(*ctx.saved_tensors)
         grad_x = 2 * (grad.sum(-1, keepdim=True) * x - grad @ y)
         grad_y = 2 * (grad.mT.sum(-1, keepdim=True) * y - grad.mT @ x)

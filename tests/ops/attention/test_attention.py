@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import shutil
 
@@ -410,7 +411,29 @@ def test_a_common_shift_changes_nothing(backend, inverse):
 
 
 @backends
-@pytest.mark.parametrize("inverse", ["newton", "solve"])
+@inverses
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e4, 1e19, 1e30])
+def test_tokens_infinitely_far_apart_give_finite_results_and_gradients(
+    backend, inverse, dtype, size
+):
+    if size > torch.finfo(dtype).max or (backend == "native" and dtype == torch.float64):
+        pytest.skip("the dtype has no such numbers, or the backend no such dtype")
+    for name, cross in itertools.product(("q", "landmarks", "both"), (False, True)):
+        problem = random_problem(n=12, m=6, n_k=9 if cross else None)
+        far = {name: getattr(problem, name).clone() for name in ("q", "landmarks")}
+        if name == "both":
+            far = {name: size * tokens for name, tokens in far.items()}
+        else:
+            far[name][:, :, 2] = size
+        for part, found in solve(
+            dataclasses.replace(problem, **far), backend, dtype, inverse=inverse
+        ).items():
+            assert found.isfinite().all(), (part, name, cross)
+
+
+@backends
+@inverses
 def test_a_large_common_shift_costs_float32_no_digits(backend, inverse):
     q = torch.randn(1, 2, 300, 32) + 1.37e4
     grad, v = torch.randn(2, 1, 2, 300, 32)
