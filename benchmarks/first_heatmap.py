@@ -40,7 +40,7 @@ def figure_heatmap() -> float:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "heatmap.png"
         start = time.perf_counter()
-        with starting("figure", "heatmap", "--output", str(output)) as lines:
+        with starting("figure", "heatmap", "--draw", str(output)) as lines:
             wait_for("figure written to", lines)
             seconds = time.perf_counter() - start
             if not output.stat().st_size:

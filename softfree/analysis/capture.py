@@ -32,7 +32,7 @@ CHUNK = 2**22
 # Below this residual a Newton iteration counts as converged (Fig. 5 of the papers).
 CONVERGED = 1e-2
 MOST_STEPS = 60
-OWN = "softfree"  # the kind of layers that normalise their queries
+OWN = "softfree"  # the kind of SOFT++ layers that normalise their queries, too
 SAMPLED = 256  # tokens between which the error of the kernel is computed
 SAMPLED_ROWS = 32  # of the attention matrix, in float32; each is as long as the image has tokens
 

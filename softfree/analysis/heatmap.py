@@ -16,7 +16,7 @@ OPACITY = 0.75  # of a map over the photo
 DISPLAY = 336  # pixels of a picture: 56, 28, 14 and 7 tokens are whole squares of it
 # In inches: a picture, the space around it, the height of the heading, the room for the colour bar.
 CELL, GAP, MARGIN, HEADING = 2.0, 0.08, 0.1, 0.35
-BAR_WIDTH, BAR_LENGTH = 0.95, 4.5
+BAR_WIDTH, BAR_LENGTH = 1.1, 4.5
 
 
 class Panel(NamedTuple):
@@ -112,7 +112,7 @@ def draw_heat_maps(groups: Sequence[Group], heading: str, *, across: bool) -> An
     axes.imshow(colours, aspect="auto", extent=(0, 1, 0, 1))
     axes.yaxis.tick_right()
     axes.yaxis.set_label_position("right")
-    axes.set_ylabel("attention: 0 (or the smallest weight, if negative) to each map's largest")
+    axes.set_ylabel("attention: 0, or the smallest if\nnegative, to each map's largest", fontsize=8)
     return figure
 
 

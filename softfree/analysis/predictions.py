@@ -29,7 +29,10 @@ class Sample(NamedTuple):
 
 
 class HeatMap(NamedTuple):
-    """Where a patch looks: ``heat`` (H, W), from 0 to 1, over a picture, and (x, y) in [0, 1], the patch's centre."""
+    """Where a patch looks: ``heat`` (H, W), from 0 to 1, over a picture, and (x, y) in [0, 1], the patch's centre.
+
+    ``note`` is written below it.
+    """
 
     title: str
     heat: np.ndarray

@@ -361,7 +361,7 @@ def _bad_mask(segmentation: Any, image: dict[str, Any]) -> str | None:
 def _run_lengths(code: str) -> list[int]:
     """Decode the lengths in a compressed run-length code.
 
-    Each letter has 5 bits. The third and later lengths are stored as differences.
+    Each letter has 5 bits. The fourth and later lengths are stored as differences from the one two before.
 
     Example:
         >>> _run_lengths("05X1")

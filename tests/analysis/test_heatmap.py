@@ -52,3 +52,22 @@ def test_each_model_has_its_maps_over_what_it_sees_itself():
     assert photo.max() == colours["wide"]
     # A quarter of what is seen is the photo.
     assert narrow.mean() - wide.mean() == pytest.approx(0.25 * (200 - 40), abs=1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_all_that_is_written_lies_inside_the_figure(rows):
+    panels = [heatmap.Panel(f"head {row + 1}", np.zeros((2, 2)), "total 1") for row in range(rows)]
+    group = heatmap.Group("stage 1", panels, Image.new("RGB", (9, 9)), (0.5, 0.5))
+    figure = heatmap.draw_heat_maps([group], "heading", across=True)
+    figure.canvas.draw()
+    written = [
+        text
+        for axes in figure.axes
+        for text in (axes.title, axes.yaxis.label, *axes.get_yticklabels(), *axes.texts)
+        if text.get_text()
+    ]
+    assert any("each map's largest" in text.get_text() for text in written)
+    for text in written:
+        box = text.get_window_extent()
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text

@@ -162,6 +162,7 @@ def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkey
         (["--task", "image", "--attentions", "soft"], "--task image needs --data-dir"),
         (["--model-kwargs", "slot=3"], "--model-kwargs must be one of"),
         (["--attentions", "softmax", "--model-kwargs", "stride=4"], "got 'stride'"),
+        (["--attentions", "softmax", "--model-kwargs", "stride=1"], "got 'stride'"),
         (["--model-kwargs", "stride=x"], "stride must be a whole number, got 'x'"),
         (["--draw", "table.txt"], "--draw must end in"),
     ],

@@ -87,6 +87,18 @@ def test_the_end_names_layers_that_do_little(tmp_path, capsys, attention, kwargs
     assert words is None or words in out
 
 
+def test_weights_that_can_not_be_looked_at_are_told_and_the_training_is_done(
+    folders, tmp_path, monkeypatch, capsys
+):
+    def fail(subject):
+        raise ValueError("stages.0: its queries are not [finite]")
+
+    monkeypatch.setattr("softfree.commands.train.look", fail)
+    assert run("--data-dir", folders, "--output", tmp_path / "out", *SHORT) == 0
+    out = capsys.readouterr().out
+    assert "warning stages.0: its queries are not [finite]\n" in out and "done: best" in out
+
+
 def test_the_output_is_named_as_it_is(folders, tmp_path, capsys):
     output = tmp_path / "out [a]"
     assert run("--data-dir", folders, "--output", output, *SHORT) == 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from softfree.ops.attention.settings import InverseSettings
 from softfree.ops.shared.precision import compute_dtype
 
-# The largest alpha, as a fraction of the papers' 2 / ||A||_1^2, beyond which the iteration diverges. The
+# The largest alpha, as a fraction of the papers' 2 / ||A||_1^2, which is itself the edge of divergence. The
 # authors' code uses 0.9 (their 1.8).
 SAFE_FACTOR = 0.9
 # The same for the matrix with its ridge. It is a little larger, so that the authors' ridge of 0.01, which

@@ -29,7 +29,8 @@ SIDE = 3  # the only filter size that the kernels support
 ROWS = 28  # per strip; for few pictures a quarter of it, so that all processors have work
 COLUMNS = 4, 7  # per program; whichever leaves fewer beyond the image
 BLOCK_C = 128  # channels per program, two of them in each thread
-# Programs per processor in the backward pass. Each of the latter leaves ten sums per channel to be added up.
+# Programs per processor of the two backward kernels; each of the second kernel's leaves ten sums per channel to
+# be added up. With fewer than PROGRAMS, strips are cut to a quarter, in the forward pass, too.
 GELU_PROGRAMS = 48
 PROGRAMS = 16
 

@@ -32,7 +32,10 @@ def load(source: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_compiled(source, command)))
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or "").strip() or str(error)
+        said = getattr(error, "stderr", None) or ""
+        if isinstance(said, bytes):  # of a compiler that was stopped, even if it writes text
+            said = said.decode(errors="replace")
+        said = said.strip() or str(error)
         warnings.warn(
             f"{source.name} could not be compiled by {command} and loaded: {said.splitlines()[-1]}. "
             "Plain PyTorch is used instead, which is slower; SOFTFREE_NATIVE=0 skips the attempt.",

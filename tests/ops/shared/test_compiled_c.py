@@ -72,6 +72,16 @@ def test_a_cache_that_can_not_be_written_is_done_without(source, monkeypatch):
 
 
 @needs_compiler
+def test_what_a_stopped_compiler_said_is_in_the_warning_as_text(source, monkeypatch):
+    def stopped(*given, **options):
+        raise subprocess.TimeoutExpired("cc", compiled_c.SECONDS, stderr=b"still optimising\n")
+
+    monkeypatch.setattr(subprocess, "run", stopped)
+    with pytest.warns(UserWarning, match="and loaded: still optimising\\. "):
+        assert compiled_c.load(source) is None
+
+
+@needs_compiler
 def test_a_compiler_that_fails_is_named_in_one_warning_and_leaves_nothing(source):
     source.write_text("this is no C\n")
     with pytest.warns(UserWarning, match="sums.c could not be compiled by .*SOFTFREE_NATIVE=0"):

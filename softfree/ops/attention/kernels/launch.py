@@ -253,7 +253,7 @@ class _Call:
     def deal_for_sums(self, n: int) -> tuple[int, int]:
         """The same if each program computes a part of a sum.
 
-        A head with enough tiles gets at least four programs, or as many as two rounds of programs allow.
+        A head with enough tiles gets at least four programs, or fewer if two rounds of programs are fewer.
         """
         two_rounds = 8 * devices.processors(self.device) // self.shape.rows
         return self.deal(n, _tile("collect", self.shape), min(4, two_rounds))
