@@ -50,12 +50,12 @@ class _SquaredDistance(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         if not torch.is_grad_enabled():
             with torch.enable_grad():
-                points = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-                distance = torch.cdist(*points, compute_mode=BY_DIFFERENCES)
+                x, y = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+                distance = torch.cdist(x, y, compute_mode=BY_DIFFERENCES)
                 slope = 2 * distance.detach() * grad
                 # A distance that overflows has no weight in a kernel, and 0 times inf would be NaN.
                 slope = torch.where(distance.isinf() & (grad == 0), 0, slope)
-                return torch.autograd.grad(distance, points, slope)
+                return torch.autograd.grad(distance, (x, y), slope)
         x, y = _centred(*ctx.saved_tensors)
         grad_x = 2 * (grad.sum(-1, keepdim=True) * x - grad @ y)
         grad_y = 2 * (grad.mT.sum(-1, keepdim=True) * y - grad.mT @ x)
