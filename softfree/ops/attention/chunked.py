@@ -39,11 +39,16 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**25
 # this, the allocator would return the memory to the system after each call, and new pages cost as much as
 # computing again.
 KEPT_CHUNKS = {"cpu": 3}
-# If scale * ||l - c||^2 exceeds FAR, the float32 terms of the exponent cancel too many digits, and the
-# product is computed in float64. Beyond APART, float64 would cancel as many, and differences are used
-# instead. On a CPU only: elsewhere the check would have to wait for the device.
+# If scale * ||l - c||^2 exceeds FAR, the terms of the exponent cancel too many digits of the inputs' dtype.
+# The product of float32 is then computed in float64. For float64, and beyond APART, where float64 cancels
+# digits that the gradient of a solve needs, differences are used instead. On a CPU only: elsewhere the check
+# would have to wait for the device.
 FAR = 32.0
-APART = FAR * 2**29
+APART = FAR * 2**20
+PRODUCT, WIDE_PRODUCT, DIFFERENCES = range(3)
+# Tokens farther from the centre are taken for as far: their kernel is 0 at either distance, and the product
+# of larger ones would overflow.
+FARTHEST = {torch.float32: 1e17, torch.float64: 1e150}
 FEW_TOKENS = 1024  # up to this many, U is computed again for the backward pass instead of kept
 
 
@@ -54,8 +59,17 @@ def forward(
 
     Without ``keep`` the last two are left out.
     """
-    q, k, v, _, key_mask, _ = inputs
     points = _Landmarks(inputs, settings.scale)
+    results = _forward(points, inputs, settings, keep)
+    for others in points.others:
+        replace(others, results, forward(samples(others, inputs), settings, keep))
+    return results
+
+
+def _forward(
+    points: "_Landmarks", inputs: Inputs, settings: AttentionSettings, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, _, key_mask, _ = inputs
     a = points.matrix()
     inverse = invert_landmarks(a, settings.inverse, points.dtype)
     x = token_tensor(q, v.shape[-1])
@@ -103,22 +117,37 @@ def sums_shape(v: Tensor, landmarks: Tensor) -> tuple[int, ...]:
 def backward(
     grad: Tensor, inputs: Inputs, inverse: Tensor, u: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k (an empty tensor if k is None), v and landmarks.
+    """Gradients of q, k (left out if k is None), v and landmarks.
 
     The first pass computes ``dW = R^T G`` and, unless it was kept, ``U = P V`` again. Then ``dU = Y'^T dW``
     and ``dY' = dW U^T``. A second pass computes the tokens' gradients. With ``E = R * (G W^T)`` for queries
     and ``E = P^T * (V dU^T)`` for keys, the exponential contributes ``dQ = scale (E L - rowsum(E) Q)`` and
     ``dL = scale (E^T Q - colsum(E) L)``.
     """
-    q, k, v, landmarks, key_mask, _ = inputs
     points = _Landmarks(inputs, settings.scale)
+    grads = _backward(points, grad, inputs, inverse, u, settings)
+    for others in points.others:
+        of_others = grad[others], samples(others, inputs), inverse[others], u[others]
+        replace(others, grads, backward(*of_others, settings))
+    return grads
+
+
+def _backward(
+    points: "_Landmarks",
+    grad: Tensor,
+    inputs: Inputs,
+    inverse: Tensor,
+    u: Tensor,
+    settings: AttentionSettings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, landmarks, key_mask, _ = inputs
     a, inverse = points.matrix(), inverse.flatten(0, 1).to(points.wide)
     kept = u.numel() > 0
     u = u.flatten(0, 1) if kept else points.empty(v.shape[-1])
     grad_w = points.empty(v.shape[-1])
     grad_landmarks = torch.empty_like(points.centred)
     grad_q = token_tensor(q, q.shape[-1])
-    grad_k = q.new_empty(0) if k is None else token_tensor(k, k.shape[-1])
+    grad_k = LEFT_OUT if k is None else token_tensor(k, k.shape[-1])
     grad_v = token_tensor(v, v.shape[-1])
     keys = _Tokens("keys", q if k is None else k, points)
     queries = keys if k is None else _Tokens("queries", q, points)
@@ -175,6 +204,18 @@ def backward(
     return grad_q, grad_k, grad_v, grad_landmarks.to(landmarks.dtype).view(landmarks.shape)
 
 
+def samples(chosen: Tensor, inputs: Inputs) -> Inputs:
+    """The samples of a batch that a mask chooses."""
+    return Inputs._make(None if each is None else each[chosen] for each in inputs)
+
+
+def replace(chosen: Tensor, results: tuple[Tensor, ...], better: tuple[Tensor, ...]) -> None:
+    """Put what was computed of the samples that a mask chooses in the place of theirs."""
+    for result, of_chosen in zip(results, better, strict=True):
+        if result is not LEFT_OUT:
+            result[chosen] = of_chosen
+
+
 class _Landmarks:
     """Landmarks prepared once for all chunks: centred, as one side of the exponent. Also the shared buffers.
 
@@ -183,6 +224,8 @@ class _Landmarks:
     values: (batch * heads, m, d), wide; 0 where masked.
     centred: ``values`` minus the centre.
     side: (batch * heads, m, d + 2), the factor that tokens are multiplied by.
+    others: masks (batch,) of samples whose exponents must be computed in another way than these are; nearly
+        always none.
     """
 
     def __init__(self, inputs: Inputs, scale: float):
@@ -205,15 +248,26 @@ class _Landmarks:
         centre = centre.to(self.dtype).to(self.wide)  # tokens and landmarks must lose the same
         self.values, self.centred = values, values - centre
         norms = torch.linalg.vector_norm(self.centred, dim=-1).square_()
-        farthest = scale * norms.max().item() if self.on_cpu and norms.numel() > 0 else 0.0
-        self.apart = farthest > APART
-        kind = self.wide if farthest > FAR else self.dtype
-        self.centre = centre.to(kind).view(-1, self.heads, 1, centre.shape[2])
+        way, self.others = self._way(norms, len(landmarks)) if self.on_cpu else (PRODUCT, [])
+        self.apart = way == DIFFERENCES
+        kind = self.dtype if way == PRODUCT else self.wide
+        self.centre = centre.to(kind).view(len(landmarks), self.heads, 1, centre.shape[2])
         self.wide_side = torch.nn.functional.pad(self.centred, (0, 2), value=-0.5)
         self.wide_side[..., -1].mul_(norms)
         self.wide_side.mul_(scale * LOG2_E)
         self.side = self.wide_side.to(kind)
         self.norms = norms
+
+    def _way(self, norms: Tensor, batch: int) -> tuple[int, list[Tensor]]:
+        """How to compute exponents, and masks (batch,) of the samples that need another way."""
+        if norms.numel() == 0 or self.scale * norms.max().item() <= FAR:
+            return PRODUCT, []
+        # What is NaN must not decide for the other heads and samples.
+        farthest = self.scale * norms.nan_to_num(0, math.inf).view(batch, -1).amax(1)
+        apart = FAR if self.dtype == self.wide else APART
+        ways = (farthest > FAR).int() + (farthest > apart).int()
+        first, *others = ways.unique().tolist()
+        return first, [ways == other for other in others]
 
     def matrix(self) -> Tensor:
         """``A = kappa(L, L)``, (batch * heads, m, m), wide."""
@@ -290,8 +344,8 @@ class _Landmarks:
         part = into[..., -1:] * _of(self.centred, rows)
         part.sub_(into[..., :channels])
         grad_landmarks.add_(part, alpha=-self.scale)
-        found = torch.bmm(e, summing).view(*grad.shape[:3], -1)
-        points = points.view(*grad.shape[:3], -1)[..., :channels]
+        found = torch.bmm(e, summing).view(*grad.shape[:3], channels + 1)
+        points = points.view(*grad.shape[:3], channels + 2)[..., :channels]
         torch.addcmul(found[..., :channels], found[..., -1:], points, value=-1, out=grad)
 
 
@@ -320,6 +374,7 @@ class _Tokens:
         points = marks.buffer(self.name, (rows, heads, length, channels + 2), marks.side.dtype)
         centred, norms = points[..., :channels], points[..., channels]
         torch.sub(tokens, _of(marks.centre, batch), out=centred)
+        centred.clamp_(-FARTHEST[marks.dtype], FARTHEST[marks.dtype])
         torch.linalg.vector_norm(centred, dim=-1, out=norms).square_()
         points[..., -1].fill_(1)
         self.last = batch, chunk, points.flatten(0, 1)
@@ -403,10 +458,9 @@ def _plan(q: Tensor, k: Tensor, landmarks: int) -> Iterator[tuple[slice, list[sl
     """Slices of the batch, each with slices of the keys and of the queries."""
     batch, heads, queries = q.shape[:3]
     budget = CHUNK_ELEMENTS.get(q.device.type, CHUNK_ELEMENTS_ELSEWHERE)
-    tokens = max(1, budget // (heads * landmarks))
+    tokens = max(1, budget // max(1, heads * landmarks))
     longest = min(tokens, max(queries, k.shape[2]))
-    samples = max(1, tokens // longest)
-    for rows in _slices(batch, samples):
+    for rows in _slices(batch, max(1, tokens // longest)):
         yield rows, _slices(k.shape[2], tokens), _slices(queries, tokens)
 
 

@@ -17,9 +17,15 @@ BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
 def squared_distance(x: Tensor, y: Tensor) -> Tensor:
     """``||x_i - y_j||^2`` of (..., n, d) and (..., m, d): (..., n, m).
 
-    Computed from differences, so it is never negative, and exactly 0 for equal points.
+    Computed from differences, so it is never negative, and exactly 0 for equal points. Finite for finite
+    points: what would overflow is as good as any other distance whose kernel is 0.
     """
-    return torch.cdist(x, y, compute_mode=BY_DIFFERENCES).square()
+    return _distance(x, y).square()
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    largest = torch.finfo(x.dtype).max ** 0.5 / 2
+    return torch.cdist(x, y, compute_mode=BY_DIFFERENCES).clamp(max=largest)
 
 
 def gaussian_kernel(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
@@ -51,11 +57,8 @@ class _SquaredDistance(torch.autograd.Function):
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 x, y = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-                distance = torch.cdist(x, y, compute_mode=BY_DIFFERENCES)
-                slope = 2 * distance.detach() * grad
-                # A distance that overflows has no weight in a kernel, and 0 times inf would be NaN.
-                slope = torch.where(distance.isinf() & (grad == 0), 0, slope)
-                return torch.autograd.grad(distance, (x, y), slope)
+                distance = _distance(x, y)
+                return torch.autograd.grad(distance, (x, y), 2 * distance.detach() * grad)
         x, y = _centred(*ctx.saved_tensors)
         grad_x = 2 * (grad.sum(-1, keepdim=True) * x - grad @ y)
         grad_y = 2 * (grad.mT.sum(-1, keepdim=True) * y - grad.mT @ x)

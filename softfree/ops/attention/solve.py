@@ -144,6 +144,8 @@ def ridge_solve(a: Tensor, x: Tensor, *, ridge: float | None = None, order: int 
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-2] != a.shape[-1]:
         given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x must have shape (..., {a.shape[-1]}, channels), got {given}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
     ridge = InverseSettings.solve(ridge, order).ridge
     with torch.autocast(a.device.type, enabled=False):
         dtype = torch.promote_types(compute_dtype(a.dtype), compute_dtype(x.dtype))

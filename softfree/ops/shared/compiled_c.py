@@ -12,20 +12,27 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 
 # PyTorch also uses OpenMP threads, and both share one libgomp.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 SECONDS = 120
+LOADING = threading.Lock()
 
 
-@functools.cache
 def load(source: Path) -> ctypes.CDLL | None:
-    """The library compiled from a C file.
+    """The library compiled from a C file, once for all threads.
 
     None if there is no compiler, or with a warning if compilation failed.
     """
+    with LOADING:
+        return _load(source)
+
+
+@functools.cache
+def _load(source: Path) -> ctypes.CDLL | None:
     command = compiler()
     if command is None:
         return None

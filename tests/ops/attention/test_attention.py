@@ -413,7 +413,7 @@ def test_a_common_shift_changes_nothing(backend, inverse):
 @backends
 @inverses
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e4, 1e19, 1e30])
+@pytest.mark.parametrize("size", [1e4, 1e19, 3e37])
 def test_tokens_infinitely_far_apart_give_finite_results_and_gradients(
     backend, inverse, dtype, size
 ):
@@ -430,6 +430,40 @@ def test_tokens_infinitely_far_apart_give_finite_results_and_gradients(
             dataclasses.replace(problem, **far), backend, dtype, inverse=inverse
         ).items():
             assert found.isfinite().all(), (part, name, cross)
+
+
+@inverses
+def test_compiled_gradients_are_finite_where_distances_overflow(inverse):
+    problem = random_problem().map(torch.Tensor.float)
+    problem.q[:, :, 2] = 1e30
+    inputs = [t.requires_grad_() for t in (problem.q, problem.v, problem.landmarks)]
+    torch.compiler.reset()
+    attend = functools.partial(softfree.soft_attention, inverse=inverse, backend="reference")
+    out = torch.compile(lambda q, *rest: attend(q, None, *rest), backend="aot_eager")(*inputs)
+    for found in (out, *torch.autograd.grad(out.sum(), inputs)):
+        assert found.isfinite().all()
+
+
+@backends
+@inverses
+@pytest.mark.parametrize("content", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_landmarks_that_are_not_finite_cost_other_samples_no_digits(
+    backend, inverse, content, dtype
+):
+    if backend == "reference" and inverse == "solve":
+        pytest.skip("LAPACK refuses to factor what is not finite")
+    if backend == "native" and dtype == torch.float64:
+        pytest.skip("the backend computes in float32")
+    problem = random_problem(n=40, m=6)
+    problem.q[:, :, 20:] += 1e4
+    problem.landmarks[:, :, 3:] += 1e4
+    expected = solve(problem.rounded(dtype), "reference", inverse=inverse)
+    problem.landmarks[0, 0] = content
+    found = solve(problem, backend, dtype, inverse=inverse)
+    limit = 1e-8 if dtype == torch.float64 else 1e-4
+    for name in found:
+        assert relative_error(found[name][1], expected[name][1]) < limit, name
 
 
 @backends
@@ -499,10 +533,11 @@ def test_the_same_call_gives_the_same_bits(backend, inverse):
 @backends
 @pytest.mark.parametrize("cross", [False, True])
 @inverses
-def test_an_empty_batch_gives_an_empty_result(backend, cross, inverse):
-    problem = random_problem(n_k=9 if cross else None, d_v=5, batch=0, masked=True)
+@pytest.mark.parametrize("size", [{"batch": 0}, {"heads": 0}], ids=["batch", "heads"])
+def test_no_samples_or_no_heads_give_an_empty_result(backend, cross, inverse, size):
+    problem = random_problem(n_k=9 if cross else None, d_v=5, masked=True, **size)
     results = solve(problem, backend, torch.float32, inverse=inverse)
-    assert results["out"].shape == (0, 2, 17, 5)
+    assert results["out"].shape == problem.grad.shape
     assert results["landmarks"].shape == problem.landmarks.shape
 
 

@@ -11,6 +11,7 @@ from softfree.ops.attention import chunked
 from .problems import BACKENDS, Problem, errors, random_problem, solve
 
 MIB = 2**20
+WITHOUT_KEYS = ("q", "v", "landmarks", "grad")
 
 
 @pytest.mark.parametrize("elements", [1, 50, 333])
@@ -61,6 +62,31 @@ def test_scales_may_be_mixed(backend, largest, most, inverse):
         found = errors(solve(problem, backend, dtype, inverse=inverse), expected)
         for name in found if largest < 1e10 else ("out", "v"):
             assert found[name] < limits[dtype], (name, dtype)
+
+
+@pytest.mark.parametrize("inverse", [{"inverse": "solve", "ridge": 1e-4, "order": 1}, {}])
+def test_far_landmarks_cost_float64_no_digits(inverse):
+    problem = random_problem(n=200, m=16, d=3, spread=0.3)
+    for tokens in (problem.q, problem.landmarks):
+        tokens[:, :, ::2] += 1e5
+    expected = solve(problem, "reference", **inverse)
+    found = errors(solve(problem, "torch", **inverse), expected)
+    assert found["out"] < 1e-11
+    assert max(found.values()) < 1e-6
+
+
+def test_each_sample_is_computed_with_the_digits_that_its_own_landmarks_need():
+    near, far, apart = (
+        mixed_scales(largest, most=False).map(lambda t: t[:1].float()) for largest in (1, 1e2, 1e6)
+    )
+    problems = [apart, near, far, near]
+    whole = dataclasses.replace(
+        near, **{name: torch.cat([getattr(p, name) for p in problems]) for name in WITHOUT_KEYS}
+    )
+    results = solve(whole, "torch", torch.float32, inverse="solve")
+    for sample, problem in enumerate(problems):
+        for name, alone in solve(problem, "torch", torch.float32, inverse="solve").items():
+            assert torch.equal(alone[0], results[name][sample]), (sample, name)
 
 
 def peak_bytes(function) -> int:

@@ -131,6 +131,11 @@ def test_other_orders_are_refused(order):
         softfree.ridge_solve(torch.eye(3), torch.eye(3), order=order, ridge=0.1)
 
 
+def test_values_that_are_whole_numbers_are_refused():
+    with pytest.raises(TypeError, match="x must be a floating-point tensor, got torch.int64"):
+        softfree.ridge_solve(torch.eye(3), torch.ones(3, 2, dtype=torch.int64))
+
+
 def test_values_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"x must have shape \(..., 3, channels\), got \(2, 3\)"):
         softfree.ridge_solve(torch.eye(3), torch.ones(2, 3))

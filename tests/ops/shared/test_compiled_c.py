@@ -16,11 +16,11 @@ needs_compiler = pytest.mark.skipif(compiled_c.compiler() is None, reason="no C 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     monkeypatch.setenv("SOFTFREE_CACHE", str(tmp_path / "cache"))
-    compiled_c.load.cache_clear()
+    compiled_c._load.cache_clear()
     path = tmp_path / "sums.c"
     path.write_text(SOURCE)
     yield path
-    compiled_c.load.cache_clear()
+    compiled_c._load.cache_clear()
 
 
 def libraries(source) -> list[str]:
@@ -32,11 +32,11 @@ def test_a_source_is_compiled_once_and_anew_when_it_changes(source):
     assert compiled_c.load(source).twice(21) == 42
     (first,) = libraries(source)
     time = os.stat(source.parent / "cache" / first).st_mtime_ns
-    compiled_c.load.cache_clear()
+    compiled_c._load.cache_clear()
     assert compiled_c.load(source).twice(3) == 6
     assert os.stat(source.parent / "cache" / first).st_mtime_ns == time
     source.write_text(SOURCE.replace("2 *", "3 *"))
-    compiled_c.load.cache_clear()
+    compiled_c._load.cache_clear()
     assert compiled_c.load(source).twice(3) == 9
     assert len(libraries(source)) == 2
 
@@ -44,7 +44,7 @@ def test_a_source_is_compiled_once_and_anew_when_it_changes(source):
 @needs_compiler
 def test_another_processor_has_a_library_of_its_own(source, monkeypatch):
     compiled_c.load(source)
-    compiled_c.load.cache_clear()
+    compiled_c._load.cache_clear()
     monkeypatch.setattr(compiled_c, "_processor", lambda: "another")
     compiled_c.load(source)
     assert len(libraries(source)) == 2
@@ -69,6 +69,18 @@ def test_a_cache_that_can_not_be_written_is_done_without(source, monkeypatch):
     blocked.write_text("")
     monkeypatch.setenv("SOFTFREE_CACHE", str(blocked / "cache"))
     assert compiled_c.load(source).twice(21) == 42
+
+
+@needs_compiler
+@pytest.mark.parametrize("folder", ["cache", "file/cache"], ids=["kept", "not kept"])
+def test_threads_that_compile_at_once_share_one_library(source, monkeypatch, folder):
+    (source.parent / "file").write_text("")
+    monkeypatch.setenv("SOFTFREE_CACHE", str(source.parent / folder))
+    compiled, run = [], compiled_c._run
+    monkeypatch.setattr(compiled_c, "_run", lambda *words: compiled.append(words) or run(*words))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert [found.twice(21) for found in pool.map(compiled_c.load, [source] * 4)] == [42] * 4
+    assert len(compiled) == 2  # its version, and the source
 
 
 @needs_compiler
@@ -121,7 +133,7 @@ def test_without_a_compiler_or_where_none_is_wanted_there_is_no_library(source, 
     monkeypatch.setenv("SOFTFREE_NATIVE", "0")
     assert compiled_c.load(source) is None
     monkeypatch.delenv("SOFTFREE_NATIVE")
-    compiled_c.load.cache_clear()
+    compiled_c._load.cache_clear()
     monkeypatch.setenv("PATH", str(source.parent))
     monkeypatch.delenv("CC", raising=False)
     assert compiled_c.load(source) is None

@@ -109,8 +109,8 @@ def forward(
     x = queries.spread(w).to(inputs.q.dtype)
     kept = chunked.to_keep(inverse, u, inputs, settings) if keep else (LEFT_OUT, LEFT_OUT)
     if points.far is not None:
-        careful = chunked.forward(_samples(points.far, inputs), settings, keep)
-        _replace(points.far, (x, *kept), careful)
+        careful = chunked.forward(chunked.samples(points.far, inputs), settings, keep)
+        chunked.replace(points.far, (x, *kept), careful)
     return x, *kept
 
 
@@ -146,22 +146,10 @@ def backward(
     grad_landmarks = grad_landmarks.to(landmarks.dtype).view(landmarks.shape)
     grads = grad_q.to(q.dtype), grad_k, grad_v.to(v.dtype), grad_landmarks
     if points.far is not None:
-        far, far_inputs = points.far, _samples(points.far, inputs)
+        far, far_inputs = points.far, chunked.samples(points.far, inputs)
         careful = chunked.backward(grad[far], far_inputs, inverse[far], u[far], settings)
-        _replace(far, grads, careful)
+        chunked.replace(far, grads, careful)
     return grads
-
-
-def _samples(chosen: Tensor, inputs: Inputs) -> Inputs:
-    """The chosen samples of a batch."""
-    return Inputs._make(None if each is None else each[chosen] for each in inputs)
-
-
-def _replace(far: Tensor, results: tuple[Tensor, ...], careful: tuple[Tensor, ...]) -> None:
-    """Put careful results in the place of those of samples for which float32 has too few digits."""
-    for result, better in zip(results, careful, strict=True):
-        if result is not LEFT_OUT:
-            result[far] = better
 
 
 class _Landmarks:

@@ -34,6 +34,7 @@
 
 typedef float vec __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int64_t size;
 
 /* (batch, heads, count, channels) with contiguous channels. */
@@ -67,7 +68,7 @@ INLINE vec power_of_two(vec x) {
     y = y * r + 2.402264791363012e-1f;
     y = y * r + 6.931472028550421e-1f;
     y = y * r + 1.0f;
-    ivec power = ((ivec)shifted - (ivec)magic + 127) << 23;
+    uvec power = ((uvec)shifted - (uvec)magic + 127) << 23; /* wraps where tiny */
     return (vec)((ivec)(y * (vec)power) & ~tiny);
 }
 
