@@ -80,11 +80,15 @@ def _draw(curves: Curves, first: int, title: str, colour: str) -> tuple[Any, Any
     for axes, (stage, found) in zip(panels, curves.items(), strict=True):
         values = found.clamp(min=1e-16).numpy()
         number = np.arange(first, first + values.shape[1])
-        axes.plot(number, values.mean(0), color=colour)
-        axes.fill_between(
-            number, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0
-        )
-        axes.set(xlim=(first, number[-1]))
+        mean, least, most = values.mean(0), values.min(0), values.max(0)
+        if len(number) == 1:  # neither a line nor a band would show
+            axes.plot(number, mean, "o", color=colour)
+            axes.vlines(number, least, most, color=colour)
+            axes.set(xlim=(first - 0.5, first + 0.5), xticks=number)
+        else:
+            axes.plot(number, mean, color=colour)
+            axes.fill_between(number, least, most, color=colour, alpha=0.2, linewidth=0)
+            axes.set(xlim=(first, number[-1]))
         axes.set_title(f"stage {stage}", fontsize=9)
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize=10)

@@ -34,7 +34,16 @@ class Subject(NamedTuple):
 
     def look(self, photo: Image.Image, img_size: int | None = None) -> View:
         """The photo as the model sees it, at its own size or at ``img_size``."""
+        self.check_photos()
         return view(photo, img_size or self.metadata["img_size"], self.metadata)
+
+    def check_photos(self) -> None:
+        """Raise if the model does not take photos."""
+        task = self.metadata.get("task")
+        if task == "longrange":
+            raise ValueError(
+                f"`checkpoint` {self.checkpoint} is for the task {task!r}, which has no photos"
+            )
 
 
 def load_subject(

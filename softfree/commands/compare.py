@@ -32,7 +32,13 @@ from softfree.commands.common import (
 from softfree.data.longrange import TASKS, LongRangeData, LongRangeTask
 from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
-from softfree.training.checkpoint import SETTINGS, different_settings
+from softfree.training.checkpoint import (
+    MAY_CHANGE,
+    OF_THE_RUN,
+    SETTINGS,
+    different_settings,
+    read_run_settings,
+)
 from softfree.training.devices import autocast, choose_device
 from softfree.training.logs import TEST_RESULT
 from softfree.training.longrange import (
@@ -44,6 +50,7 @@ from softfree.training.longrange import (
     load_data,
     model_arguments,
     score_labels,
+    with_usual_window,
 )
 from softfree.training.settings import settings_to_json
 
@@ -151,11 +158,12 @@ def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings
     known = option_names(attention)
     words = settings.model.attention_options
     own = tuple(word for word in words if "=" not in word or word.partition("=")[0] in known)
+    model = dataclasses.replace(settings.model, attention=attention, attention_options=own)
     folder = settings.run.output / settings.data.task / attention
     return LongRangeSettings(
         settings.recipe,
         settings.data,
-        dataclasses.replace(settings.model, attention=attention, attention_options=own),
+        with_usual_window(model, settings.data.task),
         settings.optim,
         dataclasses.replace(
             settings.run, output=folder, resume="" if settings.run.overwrite else "auto"
@@ -164,20 +172,24 @@ def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings
 
 
 def is_trained(settings: LongRangeSettings) -> bool:
-    """Whether the run exists and is finished; raises if it has other settings."""
+    """Whether the run exists and is finished; raises if it has other settings, finished or not."""
     folder = settings.run.output
-    if not (folder / TEST_RESULT).is_file():
+    finished = (folder / TEST_RESULT).is_file()
+    checkpoint = folder / ("best" if finished else "last")
+    if not (checkpoint / SETTINGS).is_file():
         return False
-    found = json.loads((folder / "best" / SETTINGS).read_text())
-    wanted = json.loads(settings_to_json(settings))
-    different = different_settings(found, wanted, ("data", "model", "optim"), ("data_dir",))
-    if found["run"]["seed"] != settings.run.seed:
+    found, wanted = read_run_settings(checkpoint), json.loads(settings_to_json(settings))
+    if finished:
+        different = different_settings(found, wanted, ("data", "model", "optim"), ("data_dir",))
+    else:  # what a run may change when it goes on
+        different = different_settings(found, wanted, OF_THE_RUN, MAY_CHANGE)
+    if finished and found["run"]["seed"] != settings.run.seed:
         different.append(f"--seed {found['run']['seed']}")
     if different:
         raise ValueError(
             f"{folder} was trained with {', '.join(different)}; use the same settings, or another --output"
         )
-    return True
+    return finished
 
 
 class _OneSample(nn.Module):

@@ -60,7 +60,8 @@ def explore(
     # Moving the query costs a few small products, which threads make slower, especially on busy cores.
     torch.set_num_threads(1)
     subjects = load_subjects(checkpoint, model, device=where)
-    check_images(subjects, checkpoint)
+    for subject in subjects:
+        subject.check_photos()
     server = uvicorn.Server(
         uvicorn.Config(create_app(subjects, own | samples(subjects), host), log_level="warning")
     )
@@ -99,14 +100,6 @@ def listen(host: str, port: int) -> socket.socket:
             "try another --port, or --port 0 for any free one"
         ) from error
     return listening
-
-
-def check_images(subjects: Sequence[Subject], checkpoints: Sequence[Path]) -> None:
-    """Raise if a model does not take photos."""
-    for path, subject in zip(checkpoints, subjects, strict=False):
-        task = subject.metadata["task"]
-        if task == "longrange":
-            raise ValueError(f"--checkpoint {path} is for the task {task!r}, which has no photos")
 
 
 def samples(subjects: Sequence[Subject]) -> dict[str, Image.Image]:

@@ -14,6 +14,7 @@ import torch
 import tyro
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 from softfree.analysis.capture import SoftLayer, capture_attention
@@ -129,7 +130,7 @@ def heatmap(
     heading = "Where the marked patch attends to" + ("" if compare else f": {subjects[0].title}")
     save_figure(draw_heat_maps(groups, heading, across=compare), draw)
     for text in warned:
-        message_console().print(f"[yellow]warning[/] {text}")
+        message_console().print(f"[yellow]warning[/] {escape(text)}")
     return 0
 
 

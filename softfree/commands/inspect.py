@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.markup import escape
 
 from softfree.analysis.capture import (
     CONVERGED,
@@ -153,7 +154,7 @@ def faults_of_inverse(row: dict[str, Any]) -> list[str]:
 def print_report(rows: Sequence[dict[str, Any]], title: str) -> None:
     """Print the table, then the warnings."""
     console = message_console()
-    console.print(f"[bold]{title}[/]")
+    console.print(f"[bold]{escape(title)}[/]")
     newton = any(row.get("inverse") == "newton" for row in rows)
     titles = ["stage\nblock", "kind", "total", "con-\ntrast", "cond.\nof A", "resid.\nafter T", "T",
               *["T for\n1e-2"] * newton, "Nyström\nerror", "in-\nverted"]  # fmt: skip

@@ -111,7 +111,7 @@ class Explorer:
     def inverse(self, place: Place) -> dict[str, list]:
         """What a layer's inverse keeps of A, in its worst head.
 
-        - ``residuals``: after 0, 1, ... Newton steps; a single one for a solve.
+        - ``residuals``: after 0, 1, ... Newton steps, up to the layer's own at least; a single one for a solve.
         - ``kept``: with each of them, the number of eigenvalues that are inverted by more than half.
         - ``shares``: how far the layer inverts each eigenvalue, the largest first: 1 fully, 0 not at all.
 
@@ -124,7 +124,7 @@ class Explorer:
             if layer.method == "solve":
                 residuals = layer.residual()[:, None]
             else:
-                residuals = layer.expected_residuals(MOST_STEPS)
+                residuals = layer.expected_residuals(max(MOST_STEPS, layer.iterations))
             kept = [int(layer.kept_eigenvalues(steps).min()) for steps in range(residuals.shape[1])]
             shares = layer.inverted_share()[layer.kept_eigenvalues().argmin()]
             return {

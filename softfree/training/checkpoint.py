@@ -18,6 +18,7 @@ import io
 import json
 import logging
 import os
+import shlex
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -361,7 +362,7 @@ def check_same_run(folder: Path, settings_json: str) -> None:
     if differing:
         raise ValueError(
             f"{folder} was written by a run with {', '.join(differing)}; use the same settings, "
-            f"as `config` {folder / SETTINGS} does, or start a new run in another `output`"
+            f"as `config` {shlex.quote(str(folder / SETTINGS))} does, or start a new run in another `output`"
         )
 
 

@@ -133,6 +133,15 @@ RECIPES["twins"] = LongRangeSettings(
 )
 
 
+def with_usual_window(model: SequenceModelSettings, task: str) -> SequenceModelSettings:
+    """The settings with the task's window, if the attention has windows and is given no stride."""
+    options = model.attention_options
+    known = option_names(model.attention) if model.attention in ATTENTIONS else set()
+    if task != "twins" or "stride" not in known or any(o.startswith("stride=") for o in options):
+        return model
+    return dataclasses.replace(model, attention_options=(WINDOW_PER_CELL, *options))
+
+
 class LongRange(Task):
     """Classification of sequences, of pairs of them, or of their tokens, with cross-entropy."""
 
@@ -157,13 +166,7 @@ class LongRange(Task):
             optim = dataclasses.replace(optim, warmup_steps=warmup)
         if "eval_every" not in given:
             run = dataclasses.replace(run, eval_every=min(run.eval_every, optim.steps))
-        model = settings.model
-        options = model.attention_options
-        if settings.data.task == "twins" and not any(o.startswith("stride=") for o in options):
-            known = option_names(model.attention) if model.attention in ATTENTIONS else set()
-            model = dataclasses.replace(
-                model, attention_options=(*[WINDOW_PER_CELL] * ("stride" in known), *options)
-            )
+        model = with_usual_window(settings.model, settings.data.task)
         return dataclasses.replace(settings, model=model, optim=optim, run=run)
 
     def __init__(self, settings: LongRangeSettings, data: LongRangeData | None = None):

@@ -51,6 +51,14 @@ def test_the_figures_say_what_was_taken_and_what_is_inverted():
     assert "Newton steps" in figure.axes[0].get_xlabel() and "(1)" in figure.get_supxlabel()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_single_landmark_is_drawn_as_a_point():
+    figure = draw_shares({1: torch.tensor([[0.9], [0.7]])}, "tiny, cats", "red")
+    (point,) = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert point.get_xdata().tolist() == [1]
+    assert figure.axes[0].get_xlim() == (0.5, 1.5)
+
+
 @pytest.mark.parametrize(
     "read", [share_curves, lambda model, images: residual_curves(model, images, 3)]
 )

@@ -1,6 +1,7 @@
 """`softfree compare`, and the benchmarks of every attention: figures, files, going on, clear errors."""
 
 import csv
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ from PIL import Image
 import softfree_cli
 from softfree.commands import benchmark, compare
 from softfree.layers import ATTENTIONS
-from softfree.training.longrange import LongRange
+from softfree.training.longrange import RECIPES, LongRange
+from softfree.training.settings import settings_to_json
 
 MACHINE = {"date", "device", "threads", "python", "torch", "triton", "timm", "softfree"}
 QUICK = ["--device", "cpu", "--workers", "0", "--dim", "16", "--num-heads", "1", "--mlp-dim", "16"]
@@ -149,8 +151,23 @@ def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkey
     assert compare.main([*command, *names]) == 75
     assert "stopped at step 1" in capsys.readouterr().out
     monkeypatch.setattr(LongRange, "train_step", step)
+    with pytest.raises(ValueError, match="softpp was trained with `dim` 16; use the same settings"):
+        compare.main([*command, *names, "--dim", "32"])
     assert compare.main([*command, *names]) == 0
     assert "continuing from step 1" in capsys.readouterr().out
+
+
+def test_on_twins_the_settings_of_an_attention_without_windows_leave_the_others_theirs(tmp_path):
+    twins = RECIPES["twins"]
+    softmax = dataclasses.replace(twins.model, attention="softmax")
+    config, path = tmp_path / "settings.json", tmp_path / "table.csv"
+    config.write_text(settings_to_json(dataclasses.replace(twins, model=softmax)))
+    options = ["--attentions", "softfree", "--no-train", "--seconds", "0.01", "--device", "cpu"]
+    work = []
+    for given in (["--task", "twins"], ["--config", str(config)]):
+        assert compare.main([*given, *options, "--csv", str(path), "--output", str(tmp_path)]) == 0
+        work.append(read(path)[-1]["macs"])
+    assert work[0] == work[1]
 
 
 @pytest.mark.parametrize(

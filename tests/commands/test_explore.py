@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 import softfree_cli
 from softfree.analysis.subject import Subject
-from softfree.commands.explore import check_images, listen, samples
+from softfree.commands.explore import listen, samples
 
 from .checkpoints import classifier_checkpoint
 
@@ -76,11 +75,6 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     ):
         assert softfree_cli.main(["explore", "--port", "0", *arguments]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_models_of_sequences_are_refused():
-    with pytest.raises(ValueError, match=r"--checkpoint OUT/best is for the task 'longrange'"):
-        check_images([subject(task="longrange")], [Path("OUT/best")])
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):

@@ -24,6 +24,11 @@ def examine(model: nn.Module, image: torch.Tensor) -> list[dict]:
     return [describe(layer) for layer in capture_attention(model, image).layers]
 
 
+def test_a_run_s_name_is_printed_as_it_is(capsys):
+    print_report(examine(small(), torch.randn(3, 64, 64)), "softpp_tiny, cats [red] [/red]")
+    assert "softpp_tiny, cats [red] [/red]" in capsys.readouterr().out
+
+
 def test_a_sound_model_has_no_warnings():
     rows = examine(small(landmark_gain=0.5), torch.randn(3, 64, 64))
     assert [row["layer"] for row in rows] == [f"stages.{i}.blocks.0.attn" for i in range(4)]

@@ -91,6 +91,13 @@ def test_residuals_and_what_is_kept_are_those_of_the_iteration(explorer):
     )
 
 
+def test_a_layer_of_more_steps_than_can_be_chosen_has_its_own_residual():
+    model = small("softpp_tiny", iterations=MOST_STEPS + 10)
+    explorer = Explorer([Subject("long", model, dict(PREPARATION))], {"one": photo(0)})
+    found = explorer.inverse(Place(0, "sample-1", 64, 1, -1))
+    assert len(found["residuals"]) == len(found["kept"]) == MOST_STEPS + 11
+
+
 def test_a_solve_says_what_it_keeps(explorer):
     place = Place(2, "sample-1", 64, 1, -1)
     layer = explorer.layer(place)

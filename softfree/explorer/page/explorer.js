@@ -343,6 +343,7 @@ function drawShares(shares) {
   $("curve").replaceChildren(
     line(at(0.5)),
     shape("polyline", { class: "line", points: shares.map((share, place) => `${across(place)},${at(share)}`).join(" ") }),
+    ...(last === 0 ? [shape("circle", { class: "now", cx: across(0), cy: at(shares[0]), r: 4 })] : []), // a line has two ends
     ...rows([[at(1), "1"], [at(0.5), "half"], [at(0), "0"]]),
     ...columns([...new Set([0, last >> 1, last])].map((place) => [across(place), place + 1])),
   );
