@@ -311,7 +311,7 @@ function showInverse() {
 
 // The frame of a curve: places across for 0 to `last`, and down for 0 at the top to 1 at the bottom.
 function frame(last) {
-  const [left, right, top, bottom] = [26, 230, 6, 56];
+  const [left, right, top, bottom] = [30, 230, 6, 56];
   return {
     across: (value) => left + ((right - left) * value) / last,
     down: (part) => top + (bottom - top) * part,
