@@ -247,6 +247,8 @@ class _Landmarks:
             centre = values.sum(1, keepdim=True) / count
         centre = centre.to(self.dtype).to(self.wide)  # tokens and landmarks must lose the same
         self.values, self.centred = values, values - centre
+        if self.mask is not None:  # else the origin would count as a landmark far from the others
+            self.centred.masked_fill_(~self.mask[..., None], 0)
         norms = torch.linalg.vector_norm(self.centred, dim=-1).square_()
         way, self.others = self._way(norms, len(landmarks)) if self.on_cpu else (PRODUCT, [])
         self.apart = way == DIFFERENCES
@@ -374,7 +376,7 @@ class _Tokens:
         points = marks.buffer(self.name, (rows, heads, length, channels + 2), marks.side.dtype)
         centred, norms = points[..., :channels], points[..., channels]
         torch.sub(tokens, _of(marks.centre, batch), out=centred)
-        centred.clamp_(-FARTHEST[marks.dtype], FARTHEST[marks.dtype])
+        centred.clamp_(-FARTHEST[points.dtype], FARTHEST[points.dtype])
         torch.linalg.vector_norm(centred, dim=-1, out=norms).square_()
         points[..., -1].fill_(1)
         self.last = batch, chunk, points.flatten(0, 1)

@@ -309,7 +309,8 @@ def flops(inputs, settings, backend) -> int:
     tokens = n * m * (d + d_v) + n_k * m * (d_v if inputs.k is None else d + d_v)
     matrices = m * m * d + m * m * d_v
     if settings.inverse.method == "solve":
-        matrices += m**3 // 6 + (settings.inverse.order - 1) * m * m * d_v
+        # The Cholesky factor and its inverse, each m^3 / 6; order 2 applies G twice.
+        matrices += m**3 // 3 + (settings.inverse.order - 1) * m * m * d_v
     else:
         matrices += 2 * settings.inverse.iterations * m**3
     return 2 * batch * heads * (tokens + matrices)

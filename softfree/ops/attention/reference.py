@@ -17,8 +17,8 @@ BY_DIFFERENCES = "donot_use_mm_for_euclid_dist"
 def squared_distance(x: Tensor, y: Tensor) -> Tensor:
     """``||x_i - y_j||^2`` of (..., n, d) and (..., m, d): (..., n, m).
 
-    Computed from differences, so it is never negative, and exactly 0 for equal points. Finite for finite
-    points: what would overflow is as good as any other distance whose kernel is 0.
+    Computed from differences, so it is never negative, and exactly 0 for equal points. Finite where the
+    differences are: a square that would overflow is as good as any other distance whose kernel is 0.
     """
     return _distance(x, y).square()
 

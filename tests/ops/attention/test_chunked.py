@@ -171,3 +171,19 @@ def test_the_backward_pass_is_given_inputs_the_inverse_and_of_many_tokens_their_
     assert given <= storages.keys()
     assert beside_inputs == 2 * 4 * m * (m + channels)
     assert out.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_tiny_scale_is_as_good_as_any(backend):
+    if backend not in BACKENDS:
+        pytest.skip("no C compiler")
+    scale = 1e-28
+    problem = random_problem(n=40, m=9, d=8)
+    landmarks = 1000 * problem.landmarks
+    tokens = landmarks[:, :, torch.arange(40) % 9] + 0.3 * problem.q
+    apart = dataclasses.replace(problem, q=tokens * scale**-0.5, landmarks=landmarks * scale**-0.5)
+    problem = apart.rounded(torch.float32)
+    settings = dict(inverse="solve", scale=scale)
+    expected = solve(problem, **settings)
+    found = solve(problem, backend, torch.float32, **settings)
+    assert max(errors(found, expected).values()) < 1e-5

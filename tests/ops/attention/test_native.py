@@ -90,6 +90,16 @@ def test_a_sample_with_landmarks_far_apart_changes_no_bit_of_the_others(n, n_k):
 
 
 @needs_compiler
+def test_a_masked_landmark_is_far_from_no_other(monkeypatch):
+    problem = random_problem(n=100, m=20, d=16, landmarks_masked=True).map(torch.Tensor.float)
+    shifted = dataclasses.replace(problem, q=problem.q + 30, landmarks=problem.landmarks + 30)
+    assert not shifted.landmark_mask.all()
+    expected = attend(shifted.map(torch.Tensor.double), inverse="solve")
+    monkeypatch.setattr(native.chunked, "forward", None)  # the way of landmarks far apart
+    assert relative_error(attend(shifted, "native", inverse="solve"), expected) < 1e-5
+
+
+@needs_compiler
 @pytest.mark.parametrize("n", [300, 3000])
 def test_kernels_that_are_kept_and_those_computed_again_are_the_same(monkeypatch, n):
     problem = random_problem(n=n, m=20, d=16)

@@ -367,7 +367,10 @@ int softfree_prepare(const Tokens *landmarks, const uint8_t *masks, size batch, 
                 sum /= present ? present : 1;
                 float rounded = sum; /* tokens and landmarks must lose the same */
                 centre[row * channels + c] = rounded;
-                for (size j = 0; j < m; j++) own[j * channels + c] = points[c * m + j] -= rounded;
+                for (size j = 0; j < m; j++) { /* a masked landmark stays at 0 and so is not far from the others */
+                    if (!mask || mask[j]) points[c * m + j] -= rounded;
+                    own[j * channels + c] = points[c * m + j];
+                }
             }
             memset(products, 0, sizeof(double) * m * m);
             for (size i = 0; i < m; i++)
