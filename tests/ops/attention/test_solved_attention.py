@@ -53,7 +53,7 @@ def test_every_backend_computes_the_definition(backend, case, variant):
     assert max(in_float32.values()) < 1e-4
 
 
-@pytest.mark.parametrize("m", [1, 7, 49, 65, 128, 256])
+@pytest.mark.parametrize("m", [1, 7, 33, 49, 65, 100, 128, 256])
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_float32_holds_on_hard_landmarks_and_is_never_nan(m, order, normalize):
@@ -66,13 +66,30 @@ def test_float32_holds_on_hard_landmarks_and_is_never_nan(m, order, normalize):
         hard = hard.rounded(torch.float32)
         expected = solve(hard, **settings)
         plain = errors(solve(hard, "reference", torch.float32, **settings), expected)
-        # In plain float32 the landmarks' tiny results in far tokens miss the bar by a little at order 1.
-        assert plain["out"] < (1e-5 if order == 2 else 1.5e-5), kind
+        # In plain float32 the landmarks' tiny results in far tokens miss the bar by a little.
+        assert plain["out"] < 2e-5, kind
+        # Of landmarks that coincide, what is kept in float32 is off by a rounding times the condition; how much
+        # plain float32 is off then differs from processor to processor.
+        rounding = torch.finfo(torch.float32).eps * m / (2 * (0.1 if order == 2 else 0.01))
         for backend in BACKENDS.keys() - {"reference"}:
             found = errors(solve(hard, backend, torch.float32, **settings), expected)
             assert found.pop("out") < 1e-5, (kind, near, backend)
             for part, error in found.items():
-                assert error < max(1e-4, 2 * plain[part]), (kind, near, backend, part)
+                assert error < max(1e-4, 2 * plain[part], rounding), (kind, near, backend, part)
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 1e-4])
+def test_a_small_ridge_costs_no_digits_of_the_result(ridge):
+    for m in (16, 49, 256):
+        problem = random_problem(n=60, m=m, d=32, batch=1, heads=1)
+        for kind, landmarks in hard_landmarks(m).items():
+            hard = dataclasses.replace(problem, landmarks=landmarks[None, None])
+            hard = hard.rounded(torch.float32)
+            expected = attend(hard, inverse="solve", ridge=ridge)
+            single = hard.map(torch.Tensor.float)
+            for backend in BACKENDS.keys() - {"reference"}:
+                got = attend(single, backend, inverse="solve", ridge=ridge)
+                assert relative_error(got, expected) < 2e-5, (kind, m, backend)
 
 
 def test_hard_landmarks_are_hard():
@@ -193,7 +210,8 @@ def test_it_costs_fewer_operations_than_the_iteration():
             attend(problem, "torch", inverse=inverse)
         counts[inverse] = counter.get_total_flops()
     m, d = 9, 8
-    assert counts["newton"] - counts["solve"] == 2 * 4 * (40 * m**3 - m**3 // 6 - m * m * d)
+    solved = m**3 // 3 + m * m * d  # a factor, its inverse, and G once more than Y U
+    assert counts["newton"] - counts["solve"] == 2 * 4 * (40 * m**3 - solved)
 
 
 @pytest.mark.parametrize(("order", "products"), [(1, 3), (2, 6)])
@@ -236,6 +254,29 @@ def test_exported_it_is_the_same(case, settings):
     assert not any("softfree" in name or "cholesky" in name for name in names)
     exported = program.module()(*inputs, **given)
     assert relative_error(exported, Attend()(*inputs, **given)) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ones", "clusters"])
+def test_an_onnx_file_of_a_solve_holds_on_hard_landmarks(tmp_path, kind):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    problem = random_problem(n=60, m=49, d=32, batch=1, heads=1)
+    inputs = [problem.q, problem.v, hard_landmarks(49)[kind][None, None]]
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, v, landmarks):
+            return softfree.soft_attention(q, None, v, landmarks, inverse="solve", order=1)
+
+    single = tuple(t.float() for t in inputs)
+    program = torch.onnx.export(Attend().eval(), single, dynamo=True, verbose=False)
+    program.save(tmp_path / "attend.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "attend.onnx")
+    names = (each.name for each in session.get_inputs())
+    given = {name: t.numpy() for name, t in zip(names, single, strict=True)}
+    (found,) = session.run(None, given)
+    exact = Attend()(*(t.double() for t in single))
+    assert relative_error(torch.from_numpy(found), exact) < 1e-4
 
 
 @pytest.mark.parametrize(
