@@ -22,6 +22,16 @@ SECONDS = 120
 LOADING = threading.Lock()
 
 
+def _unlock() -> None:
+    """Replace the lock, which a process forked while a thread compiles would otherwise wait for forever."""
+    global LOADING
+    LOADING = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
 def load(source: Path) -> ctypes.CDLL | None:
     """The library compiled from a C file, once for all threads.
 

@@ -109,7 +109,9 @@ def test_a_damaged_library_is_compiled_again(source, damage):
     compiled_c.load(source)
     (name,) = libraries(source)
     path = source.parent / "cache" / name
-    path.write_bytes(damage(path.read_bytes()))
+    content = damage(path.read_bytes())
+    path.unlink()  # this process has the file mapped: written over, it would end with a bus error
+    path.write_bytes(content)
     program = (
         "import pathlib, runpy, sys; module = runpy.run_path(sys.argv[1]); "
         "sys.exit(module['load'](pathlib.Path(sys.argv[2])).twice(21) != 42)"
@@ -117,6 +119,18 @@ def test_a_damaged_library_is_compiled_again(source, damage):
     command = [sys.executable, "-W", "error", "-c", program, compiled_c.__file__, str(source)]
     assert subprocess.run(command).returncode == 0
     assert libraries(source) == [name]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_process_forked_while_a_library_is_compiled_waits_for_nobody():
+    program = (
+        "import os, runpy, sys; module = runpy.run_path(sys.argv[1]); held = module['LOADING']; held.acquire()\n"
+        "child = os.fork()\n"
+        "if child == 0: os._exit(not module['load'].__globals__['LOADING'].acquire(blocking=False))\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    command = [sys.executable, "-c", program, compiled_c.__file__]
+    assert subprocess.run(command).returncode == 0
 
 
 @pytest.mark.parametrize("said", [b"\\n", b"\\377\\n"])
