@@ -33,8 +33,6 @@ from softfree.data.longrange import TASKS, LongRangeData, LongRangeTask
 from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
 from softfree.training.checkpoint import (
-    MAY_CHANGE,
-    OF_THE_RUN,
     SETTINGS,
     different_settings,
     read_run_settings,
@@ -160,30 +158,26 @@ def settings_for(settings: CompareSettings, attention: str) -> LongRangeSettings
     own = tuple(word for word in words if "=" not in word or word.partition("=")[0] in known)
     model = dataclasses.replace(settings.model, attention=attention, attention_options=own)
     folder = settings.run.output / settings.data.task / attention
+    continues = settings.train and not settings.run.overwrite
     return LongRangeSettings(
         settings.recipe,
         settings.data,
         with_usual_window(model, settings.data.task),
         settings.optim,
-        dataclasses.replace(
-            settings.run, output=folder, resume="" if settings.run.overwrite else "auto"
-        ),
+        dataclasses.replace(settings.run, output=folder, resume="auto" if continues else ""),
     )
 
 
 def is_trained(settings: LongRangeSettings) -> bool:
-    """Whether the run exists and is finished; raises if it has other settings, finished or not."""
+    """Whether the run exists and is finished; raises if it was, or would go on, with other settings."""
     folder = settings.run.output
     finished = (folder / TEST_RESULT).is_file()
     checkpoint = folder / ("best" if finished else "last")
-    if not (checkpoint / SETTINGS).is_file():
+    if not (checkpoint / SETTINGS).is_file() or not (finished or settings.run.resume):
         return False
     found, wanted = read_run_settings(checkpoint), json.loads(settings_to_json(settings))
-    if finished:
-        different = different_settings(found, wanted, ("data", "model", "optim"), ("data_dir",))
-    else:  # what a run may change when it goes on
-        different = different_settings(found, wanted, OF_THE_RUN, MAY_CHANGE)
-    if finished and found["run"]["seed"] != settings.run.seed:
+    different = different_settings(found, wanted, ("data", "model", "optim"), ("data_dir",))
+    if found["run"]["seed"] != settings.run.seed:
         different.append(f"--seed {found['run']['seed']}")
     if different:
         raise ValueError(

@@ -151,8 +151,12 @@ def test_compare_stops_when_asked_and_goes_on_when_started_again(command, monkey
     assert compare.main([*command, *names]) == 75
     assert "stopped at step 1" in capsys.readouterr().out
     monkeypatch.setattr(LongRange, "train_step", step)
-    with pytest.raises(ValueError, match="softpp was trained with `dim` 16; use the same settings"):
-        compare.main([*command, *names, "--dim", "32"])
+    for other, before in (["--dim", "32"], "`dim` 16"), (["--lr", "1e-3"], "`lr` 0.0001"):
+        with pytest.raises(ValueError, match=f"softpp was trained with {before}; use the same"):
+            compare.main([*command, *names, *other])
+    assert (
+        compare.main([*command, *names, "--dim", "32", "--no-train"]) == 0
+    )  # goes on with nothing
     assert compare.main([*command, *names]) == 0
     assert "continuing from step 1" in capsys.readouterr().out
 
