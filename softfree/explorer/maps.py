@@ -109,7 +109,7 @@ class Explorer:
             return {"layers": layers, "top": top_classes(captured.output, metadata)}
 
     def inverse(self, place: Place) -> dict[str, list]:
-        """What a layer's inverse keeps of A, in its worst head.
+        """What a layer's inverse keeps of A, each figure of the head that is worst by it.
 
         - ``residuals``: after 0, 1, ... Newton steps, up to the layer's own at least; a single one for a solve.
         - ``kept``: with each of them, the number of eigenvalues that are inverted by more than half.

@@ -400,10 +400,30 @@ def test_a_layer_that_solves_shows_what_it_keeps_and_has_no_steps(page, site):
     until(lambda: "converged" in page.locator("#residual").inner_text())
 
 
+def test_what_is_said_of_one_layer_s_inverse_does_not_stay_for_another_s(page):
+    page.locator("#model").select_option("0")
+    until(lambda: "converged" in page.locator("#residual").inner_text())
+    page.route("**/api/inverse?*", lambda route: route.fulfill(status=500))
+    page.locator("#model").select_option("2")
+    until(lambda: page.locator("#solve").is_visible())
+    until(lambda: page.locator(BAD).count() == 1)
+    for part in ("#residual", "#kept", "#curve"):
+        assert page.locator(part).evaluate("element => element.childNodes.length") == 0
+
+
 def test_a_layer_that_attends_to_everything_alike_is_said_so(page):
     page.locator("#model").select_option("4")
     until(lambda: "alike" in page.locator("#warning").inner_text())
     assert page.locator("#warning").inner_text().startswith("This layer ")
+    captions = page.locator("figcaption").all_inner_texts()
+    assert captions and all(caption.startswith("all alike: ") for caption in captions)
+
+
+def test_a_layer_that_attends_to_next_to_nothing_is_said_so(page):
+    page.locator("#model").select_option("3")
+    until(lambda: "next to nothing" in page.locator("#warning").inner_text())
+    captions = page.locator("figcaption").all_inner_texts()
+    assert captions and all(caption.startswith("next to nothing: ") for caption in captions)
 
 
 def test_an_uploaded_photo_is_looked_at(page, site):

@@ -75,6 +75,7 @@ function chooseLayer(stage, block) {
   const blocks = blocksOf(blocksOf(stage).length ? stage : state.layers[0].stage);
   state.layer = blocks.find((layer) => layer.block === block) ?? blocks.at(-1);
   state.inverse = null;
+  for (const id of ["residual", "kept", "curve"]) $(id).replaceChildren();  // what they said of another layer
   const heads = [...state.heads].filter((head) => head < state.layer.heads);
   state.heads = new Set(heads.length || !state.heads.size ? heads : [0, 1].slice(0, state.layer.heads));
   $("warning").textContent = state.layer.warning ? `This layer ${state.layer.warning}.` : "";
