@@ -414,7 +414,7 @@ def _capture(model: nn.Module, sample: Tensor) -> AttentionCapture:
                 layer = _read(name, module, projected, *grids)
             if not layer.is_finite():
                 raise ValueError(
-                    f"{name}: its queries or landmarks are not finite; the weights are damaged, or their "
+                    f"{name}: its queries, keys or landmarks are not finite; the weights are damaged, or their "
                     "training diverged"
                 )
             layers.append(layer)

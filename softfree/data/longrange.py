@@ -37,7 +37,7 @@ from torch.utils.data import Dataset, Subset
 from softfree.data import listops, twins
 from softfree.data.cifar import CLASSES as CIFAR10
 from softfree.data.cifar import SIDE, find_batches, read_batches
-from softfree.data.classification import load_images
+from softfree.data.classification import lacks_validation, load_images
 from softfree.data.images import ImageFiles, MapData, UnreadableImageError, open_image
 from softfree.data.listops import PAD, Samples
 from softfree.models.checks import check_at_least
@@ -503,6 +503,11 @@ def _tiles(path: Path) -> NDArray[np.uint8]:
 
 
 def _read_class_folders(root: Path) -> tuple[Pictures, Pictures, tuple[str, ...]]:
+    if lacks_validation(root):
+        raise FileNotFoundError(
+            f"`data_dir` {root} has no folder of test pictures; expected train/ and test/, each with one "
+            "folder per class"
+        )
     data = load_images(str(root), strict=True)
     parts = []
     for split in (data.train, data.val):

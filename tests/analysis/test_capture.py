@@ -334,5 +334,7 @@ def test_weights_that_are_not_finite_are_named_in_one_sentence():
     layer = "stages.1.blocks.0.attn"
     with torch.no_grad():
         model.get_submodule(layer).qv.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=f"^{layer}: its queries or landmarks are not finite"):
+    with pytest.raises(
+        ValueError, match=f"^{layer}: its queries, keys or landmarks are not finite"
+    ):
         capture_attention(model, torch.randn(3, 64, 64))

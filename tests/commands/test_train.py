@@ -72,6 +72,7 @@ def test_a_rival_takes_the_place_of_the_attention(folders, tmp_path):
     ("attention", "kwargs", "words"),
     [
         ("softpp", ["query_gain=0.01"], "attends to everything alike"),
+        ("softpp", ["landmarks=conv", "query_gain=9"], "attends to next to nothing"),
         ("softfree", [], None),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import lzma
 import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -220,6 +221,13 @@ def test_a_damaged_picture_in_class_folders_is_named(cifar):
     _, folders, _ = cifar
     (folders / "train" / "dog" / "odd.png").write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"dog/odd.png can't be read: not a picture"):
+        load_longrange("image", folders)
+
+
+def test_class_folders_without_test_pictures_are_named(cifar):
+    _, folders, _ = cifar
+    shutil.rmtree(folders / "val")
+    with pytest.raises(FileNotFoundError, match="has no folder of test pictures; expected train/"):
         load_longrange("image", folders)
 
 

@@ -504,13 +504,18 @@ def test_a_bandwidth_that_is_none_is_refused(bandwidth):
 
 
 def test_a_context_may_have_channels_of_its_own():
-    attention = layer(context_dim=5, sequence=True, query_norm=True)
+    attention = layer(context_dim=5, sequence=True, query_norm=True, bandwidth="learned:0.7")
     x, context = tokens(6), torch.randn(2, 9, 5, dtype=torch.float64)
     mask = torch.arange(9) < torch.tensor([[9], [4]])
     out = attention(x, None, mask, context)
-    k, v = attention.qv(context).chunk(2, -1)
-    expected = attention.attend(heads(attention.q(x)), heads(k), heads(v), None, mask)
-    torch.testing.assert_close(out, attention.proj(expected))
+    k, v = map(heads, attention.qv(context).chunk(2, -1))
+    queries, keys = (normed(each) / 0.7 for each in (heads(attention.q(x)), k))
+    landmarks, landmark_mask = attention.sampler(keys, None, mask)
+    landmarks = landmarks / 0.7  # the norm of convolution landmarks has undone the bandwidth
+    expected = softfree.soft_attention(
+        queries, keys, v, landmarks, key_mask=mask, landmark_mask=landmark_mask
+    )
+    torch.testing.assert_close(out, attention.proj(expected.transpose(1, 2).flatten(2)))
     out.sum().backward()
     assert all(p.grad is not None for p in attention.parameters())
     with pytest.raises(ValueError, match="context: this layer was built with context_dim"):
