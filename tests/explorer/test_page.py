@@ -46,6 +46,7 @@ class Site:
             *subjects(),
             Subject("fresh (untrained)", small("softpp_tiny"), UNTRAINED),
             Subject("dull", small("softfree_tiny", query_gain=1e-3), dict(PREPARATION)),
+            Subject("apart", small("softpp_tiny", query_gain=1e4), dict(PREPARATION)),
         ]
         samples = {"one": photo(0), "two": photo(1)}
         # Copies: two threads that capture from one model would record each other's layers.
@@ -415,15 +416,16 @@ def test_a_layer_that_attends_to_everything_alike_is_said_so(page):
     page.locator("#model").select_option("4")
     until(lambda: "alike" in page.locator("#warning").inner_text())
     assert page.locator("#warning").inner_text().startswith("This layer ")
-    captions = page.locator("figcaption").all_inner_texts()
-    assert captions and all(caption.startswith("all alike: ") for caption in captions)
+    until(lambda: all(page.locator("figcaption").all_inner_texts()))
+    for caption in page.locator("figcaption").all_inner_texts():
+        assert caption.startswith("all alike: ")
 
 
 def test_a_layer_that_attends_to_next_to_nothing_is_said_so(page):
-    page.locator("#model").select_option("3")
+    page.locator("#model").select_option("5")
     until(lambda: "next to nothing" in page.locator("#warning").inner_text())
-    captions = page.locator("figcaption").all_inner_texts()
-    assert captions and all(caption.startswith("next to nothing: ") for caption in captions)
+    until(lambda: all(page.locator("figcaption").all_inner_texts()))
+    assert page.locator("figcaption").first.inner_text().startswith("next to nothing: ")
 
 
 def test_an_uploaded_photo_is_looked_at(page, site):
