@@ -17,6 +17,9 @@
 #                                    needs the extra `dense`
 #   results/reproduce.sh own         our own family beside itself without attention: Tiny-ImageNet-100 (there also with softmax and with
 #                                    two convolutions), VOC, ListOps, image and text of LRA
+#   results/reproduce.sh shapes      RetinaNet, Mask R-CNN and UPerNet on the embedded shapes, with and without attention; half an
+#                                    hour on two cores
+#   results/reproduce.sh twins       twins as pictures, likewise; benchmarks/twins.py has them as sequences
 #   results/reproduce.sh speed       operator, models, attentions, detectors; on a CPU smaller pictures, not compiled
 #
 # TI is the folder of Tiny-ImageNet-100 with train/ and val/ (table2 to precision), CIFAR that of CIFAR-10's grids or class
@@ -252,6 +255,36 @@ own() {
   gather own_longrange own eval.csv {listops,image,text}_softfree{,_without_attention}
 }
 
+# KINDS...: with and without attention, on data that need no files
+embedded() {
+  local kind name command seed run arguments task split
+  for kind in "$@"; do
+    split=()
+    case $kind in
+      retinanet) task=detection arguments=() ;;
+      mask_rcnn) task=detection arguments=(--detector mask-rcnn) ;;
+      upernet) task=segmentation arguments=() ;;
+      twins) task=segmentation arguments=(--dataset twins) split=(--split test) ;;
+    esac
+    for name in softfree without_attention; do
+      command=$SOFTFREE
+      [ $name = softfree ] || command=$WITHOUT_ATTENTION
+      for seed in $SEEDS; do
+        run=$OUT/embedded/${kind}_$name/$seed
+        # shellcheck disable=SC2086
+        SOFTFREE=$command once "$run" train $task "${arguments[@]}" --seed "$seed" --device "$DEVICE" --resume auto $EXTRA
+        [ -f "$run/scores.csv" ] || $command validate $task --checkpoint "$run/last" "${split[@]}" --device "$DEVICE" \
+          --csv "$run/scores.csv"
+      done
+    done
+    gather "$kind" embedded scores.csv "$kind"_{softfree,without_attention}
+  done
+}
+
+shapes() { embedded retinanet mask_rcnn upernet; }
+
+twins() { embedded twins; }
+
 speed() {
   local model=(--torchcompile --channels-last --fuse-bn) large=(--img-size 1024 --batch-size 8) photos=()
   if [ ${#GRAPH[@]} -eq 0 ]; then  # on a CPU compiling takes minutes, and larger pictures, too
@@ -284,7 +317,7 @@ for table in "$@"; do
       need IMDB "the folder of IMDb reviews"
       ;;
     dense) need VOC "the folder of PASCAL VOC 2012, with JPEGImages/, SegmentationClass/ and annotations/" ;;
-    speed) ;;
+    shapes | twins | speed) ;;
     *) usage ;;
   esac
 done

@@ -19,7 +19,19 @@ from softfree.data.classification import load_images
 from softfree.training.classification import Classification, ClassificationSettings
 
 SCRIPT = Path(__file__).parent.parent / "results" / "reproduce.sh"
-TABLES = ("table2", "table6", "controls", "ablations", "precision", "lra", "dense", "own", "speed")
+TABLES = (
+    "table2",
+    "table6",
+    "controls",
+    "ablations",
+    "precision",
+    "lra",
+    "dense",
+    "own",
+    "shapes",
+    "twins",
+    "speed",
+)
 # In softfree's place: notes its arguments, one command a line, and leaves the files that were asked for.
 RECORDER = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >> "$RECORD"; echo >> "$RECORD"

@@ -86,16 +86,25 @@ def test_kernels_say_why_they_cannot_take_an_input():
 
 
 @inverses
-def test_a_graph_replays_with_new_inputs(inverse):
-    q, v = torch.randn(2, 1, 4, 3136, 32, device="cuda").bfloat16()
-    landmarks = q[:, :, ::64].contiguous()
-    attend(q, v, landmarks, inverse)
+@pytest.mark.parametrize("every", [64, 22], ids=["one program", "by blocks"])
+def test_a_graph_replays_with_new_inputs(inverse, every):
+    q, v, grad = torch.randn(3, 1, 4, 3136, 32, device="cuda").bfloat16()
+    landmarks = q[:, :, ::every].contiguous()
+    inputs = [t.requires_grad_() for t in (q, v, landmarks)]
+
+    def results():
+        x = attend(*inputs, inverse)
+        return x.detach(), *torch.autograd.grad(x, inputs, grad)
+
+    results()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attend(q, v, landmarks, inverse)
-    v.copy_(torch.randn_like(v))
+        captured = results()
+    with torch.no_grad():
+        v.copy_(torch.randn_like(v))
     graph.replay()
-    assert torch.equal(captured, attend(q, v, landmarks, inverse))
+    for found, expected in zip(captured, results(), strict=True):
+        assert torch.equal(found, expected)
 
 
 @inverses
@@ -120,8 +129,10 @@ def test_operator_is_registered_correctly(method):
     )
 
 
-def test_compiled_model_equals_eager():
-    layer = softfree.SoftAttention(64, 2, stride=4, value_conv=3, backend="triton").cuda()
+@inverses
+def test_compiled_model_equals_eager(inverse):
+    settings = dict(stride=4, value_conv=3, backend="triton", inverse=inverse)
+    layer = softfree.SoftAttention(64, 2, **settings).cuda()
     x = torch.randn(2, 28 * 28, 64, device="cuda")
     compiled = torch.compile(layer, fullgraph=True)
     assert torch.allclose(compiled(x, (28, 28)), layer(x, (28, 28)), rtol=1e-4, atol=1e-4)
