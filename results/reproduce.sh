@@ -20,7 +20,8 @@
 #   results/reproduce.sh shapes      RetinaNet, Mask R-CNN and UPerNet on the embedded shapes, with and without attention; half an
 #                                    hour on two cores
 #   results/reproduce.sh twins       twins as pictures, likewise; benchmarks/twins.py has them as sequences
-#   results/reproduce.sh speed       operator, models, attentions, detectors; on a CPU smaller pictures, not compiled
+#   results/reproduce.sh speed       operator, the family beside its peers in one run, large pictures, one picture, detectors; on a
+#                                    CPU smaller pictures, not compiled
 #
 # TI is the folder of Tiny-ImageNet-100 with train/ and val/ (table2 to precision), CIFAR that of CIFAR-10's grids or class
 # folders and IMDB that of the reviews (lra), VOC that with JPEGImages/, SegmentationClass/ and annotations/ (dense).
@@ -286,19 +287,24 @@ shapes() { embedded retinanet mask_rcnn upernet; }
 twins() { embedded twins; }
 
 speed() {
-  local model=(--torchcompile --channels-last --fuse-bn) large=(--img-size 1024 --batch-size 8) photos=()
+  local model=(--torchcompile --channels-last --fuse-bn "${GRAPH[@]}") large=(--img-size 1024 --batch-size 8) photos=() half=(--half)
+  local larger=(--img-size 2048 --batch-size 2)
   if [ ${#GRAPH[@]} -eq 0 ]; then  # on a CPU compiling takes minutes, and larger pictures, too
-    model=(--channels-last --fuse-bn) large=(--img-size 512 --batch-size 1) photos=(--img-size 320 480 --batch-size 1)
+    model=(--channels-last --fuse-bn) large=(--img-size 512 --batch-size 1) larger=() photos=(--img-size 320 480 --batch-size 1) half=()
   fi
-  measure speed_attention attention
-  measure speed_tokens attention --tokens 784 3136 16384 65536 262144 1048576 --heads-times-batch 4 \
-    --draw "$OUT/speed_tokens.png"
-  measure speed_tiny model pvt_v2_b1 soft_tiny_release "${model[@]}"
-  measure speed_small model swin_tiny_patch4_window7_224 softpp_small "${model[@]}" "${GRAPH[@]}"
-  measure speed_large throughput --attentions softmax softpp "${large[@]}" --channels-last "${GRAPH[@]}" \
-    --model-kwargs landmarks=conv:49
+  measure speed_attention attention --attentions softpp softpp-solve softmax
+  measure speed_tokens attention --attentions softpp softpp-solve --tokens 784 3136 16384 65536 262144 1048576 \
+    --heads-times-batch 4 --draw "$OUT/speed_tokens.png"
+  measure speed_tiny model softfree_tiny softpp_tiny pvt_v2_b1 "${model[@]}"
+  measure speed_small model softfree_small softpp_small efficientvit_b2 convnext_tiny swin_tiny_patch4_window7_224 caformer_s18 \
+    mambaout_tiny "${model[@]}"
+  measure speed_family model softfree_medium softfree_large softfree_vit_small "${model[@]}"
+  measure speed_large throughput --model softfree_tiny --attentions softmax softpp softfree "${large[@]}" --channels-last "${GRAPH[@]}"
+  [ ${#larger[@]} -eq 0 ] || measure speed_larger throughput --model softfree_tiny --attentions softmax softpp softfree \
+    "${larger[@]}" --channels-last "${GRAPH[@]}"
+  measure speed_latency latency softfree_tiny pvt_v2_b1 swin_tiny_patch4_window7_224 --batch-sizes 1 "${half[@]}"
   measure speed_memory memory --draw "$OUT/speed_memory.png"
-  measure speed_detector detector softpp_small swin_tiny_patch4_window7_224 resnet50 --landmarks conv:49 conv \
+  measure speed_detector detector softfree_small swin_tiny_patch4_window7_224 resnet50 --detector mask-rcnn \
     --model-kwargs drop_path_rate=0 --channels-last "${GRAPH[@]}" "${photos[@]}"
 }
 
