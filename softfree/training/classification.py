@@ -105,7 +105,7 @@ class ModelSettings:
     """attention in our backbones: softfree, soft, softpp, softmax, linformer, performer, nystromformer, agent
     or flatten; '': the model's own"""
     model_kwargs: tuple[str, ...] = ()
-    """further arguments of the model: embed_dims=32,64,96,128 landmarks=conv:49"""
+    """further arguments of the model: embed_dims=32,64,96,128 landmarks=conv:49 inverse=solve (or newton)"""
     drop_path: float = 0.0
     """stochastic depth: chance to skip a block, rising to this value at the last block; 0: the model's own"""
     pretrained_checkpoint: str = ""

@@ -71,7 +71,8 @@ class SequenceModelSettings:
     attention: str = "softfree"
     """softfree, soft, softpp, softmax, linformer, performer, nystromformer, reformer, agent or flatten"""
     attention_options: Annotated[tuple[str, ...], tyro.conf.arg(name="model-kwargs")] = ()
-    """further arguments of the attention: stride=32 (tokens per SOFT landmark), kernel=softmax (Performer)"""
+    """further arguments of the attention: stride=32 (tokens per SOFT landmark), inverse=solve (or newton),
+    kernel=softmax (Performer)"""
     pooling: str = "mean"
     """mean: average of the tokens; cls: a class token; none (twins): a class for each token"""
     dim: int = 64
