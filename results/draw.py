@@ -29,12 +29,13 @@ TRAINED_AT = "128"  # pixels of a picture's side
 TEST_PICTURES = 5000  # 50 of each of the 100 classes
 ATTENTIONS = ("softpp", "soft", "softmax", "linformer", "performer", "nystromformer")
 NAMES = {attention: plots.LABELS[attention].partition(" (")[0] for attention in ATTENTIONS}
-HEAT_MAPS = "2026-11-18_amd-epyc_heatmap_own.jpg"
-# Pixels in it: the photo and the maps of two heads.
+HEAT_MAPS = "2026-11-19_intel-xeon_heatmap_own.jpg"
+# Pixels in it: the photo and the maps of three heads.
 HEAT_MAPS_BOXES = {
-    "photo": (11, 67, 210, 246),
-    "stage 2": (267, 307, 466, 486),
-    "stage 3": (688, 547, 887, 726),
+    "photo": (11, 66, 209, 263),
+    "stage 1": (264, 66, 462, 263),
+    "stage 2": (471, 303, 669, 500),
+    "stage 3": (264, 540, 462, 737),
 }
 # Where a label is, if not above: its distance in points, and which of its sides is there.
 LABELS = {
@@ -194,8 +195,12 @@ def read_costs(rows: list[Row]) -> list[Cost]:
 def draw_overview() -> None:
     """Softmax beside softfree: time against tokens, and where a patch attends to."""
     rows = read("attention_solve", LAST)
-    figure = new_figure(11, 3.9)
-    left, *right = figure.subplots(1, 4, width_ratios=(2.3, 1, 1, 1))
+    figure = new_figure(10, 4.4)
+    photo, *stages = HEAT_MAPS_BOXES
+    places = figure.subplot_mosaic(
+        [["time", photo, stages[0]], ["time", *stages[1:]]], width_ratios=(2.6, 1, 1)
+    )
+    left = places.pop("time")
     costs = read_costs(rows)
     for attention, label in (
         ("softmax", "softmax (torch's fused)"),
@@ -234,11 +239,13 @@ def draw_overview() -> None:
     left.legend(fontsize=8, loc="upper left")
     left.set_title(f"One attention call, bfloat16, {measured(rows)}", fontsize=9)
     maps = Image.open(RESULTS / HEAT_MAPS)
-    for axes, (words, box) in zip(right, HEAT_MAPS_BOXES.items(), strict=True):
-        axes.imshow(maps.crop(box))
+    for words, axes in places.items():
+        axes.imshow(maps.crop(HEAT_MAPS_BOXES[words]))
         axes.set(xticks=[], yticks=[])
         axes.set_title(words, fontsize=9)
-    right[1].set_xlabel("where the marked patch attends to, in a small softfree model", fontsize=9)
+    places[stages[1]].set_xlabel(
+        "where the marked patch attends to,\nin a small softfree model", fontsize=9, loc="left"
+    )
     save_figure(figure, RESULTS / f"{LAST}_overview.png", "figure")
 
 
