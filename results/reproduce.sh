@@ -287,10 +287,10 @@ shapes() { embedded retinanet mask_rcnn upernet; }
 twins() { embedded twins; }
 
 speed() {
-  local model=(--torchcompile --channels-last --fuse-bn "${GRAPH[@]}") large=(--img-size 1024 --batch-size 8) photos=() half=(--half)
-  local larger=(--img-size 2048 --batch-size 2)
+  local model=(--torchcompile --channels-last --fuse-bn "${GRAPH[@]}") half=(--half) side batch=8 sides=(1024 2048) photos=()
+  local attentions=(--model softfree_tiny --attentions softmax softpp softfree --channels-last "${GRAPH[@]}")
   if [ ${#GRAPH[@]} -eq 0 ]; then  # on a CPU compiling takes minutes, and larger pictures, too
-    model=(--channels-last --fuse-bn) large=(--img-size 512 --batch-size 1) larger=() photos=(--img-size 320 480 --batch-size 1) half=()
+    model=(--channels-last --fuse-bn) half=() batch=1 sides=(512) photos=(--img-size 320 480 --batch-size 1)
   fi
   measure speed_attention attention --attentions softpp softpp-solve softmax
   measure speed_tokens attention --attentions softpp softpp-solve --tokens 784 3136 16384 65536 262144 1048576 \
@@ -299,9 +299,10 @@ speed() {
   measure speed_small model softfree_small softpp_small efficientvit_b2 convnext_tiny swin_tiny_patch4_window7_224 caformer_s18 \
     mambaout_tiny "${model[@]}"
   measure speed_family model softfree_medium softfree_large softfree_vit_small "${model[@]}"
-  measure speed_large throughput --model softfree_tiny --attentions softmax softpp softfree "${large[@]}" --channels-last "${GRAPH[@]}"
-  [ ${#larger[@]} -eq 0 ] || measure speed_larger throughput --model softfree_tiny --attentions softmax softpp softfree \
-    "${larger[@]}" --channels-last "${GRAPH[@]}"
+  for side in "${sides[@]}"; do
+    measure "speed_$side" throughput "${attentions[@]}" --img-size "$side" --batch-size "$batch"
+    batch=2
+  done
   measure speed_latency latency softfree_tiny pvt_v2_b1 swin_tiny_patch4_window7_224 --batch-sizes 1 "${half[@]}"
   measure speed_memory memory --draw "$OUT/speed_memory.png"
   measure speed_detector detector softfree_small swin_tiny_patch4_window7_224 resnet50 --detector mask-rcnn \
