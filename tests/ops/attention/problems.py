@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -170,3 +170,16 @@ def hard_landmarks(m: int, d: int = 32) -> dict[str, Tensor]:
         "random": normal(m, d),
         "smooth": torch.sin(line * torch.arange(1, d + 1)) + 0.05 * normal(m, d),
     }
+
+
+def hard_problems(m: int) -> Iterator[tuple[str, bool, Problem]]:
+    """The kind, whether tokens lie near the landmarks, and the problem, for each of :func:`hard_landmarks`.
+
+    Other tokens hardly lie where some of these landmarks are. The inputs are float32's, in float64.
+    """
+    problem = random_problem(n=60, m=m, d=32, batch=1, heads=1)
+    for kind, landmarks in hard_landmarks(m).items():
+        around = landmarks[torch.arange(60) % m] + 0.3 * problem.q
+        for near, tokens in (False, problem.q), (True, around):
+            hard = dataclasses.replace(problem, q=tokens, landmarks=landmarks[None, None])
+            yield kind, near, hard.rounded(torch.float32)
