@@ -113,7 +113,10 @@ def errors(kind: str, shape: tuple, dtype: torch.dtype, order: int, normalize: b
         landmarks, bytes_of_mask, factor, heads, m, d, scale, ridge,
         COUNT=-(-m // tile), TILE=tile, NORMALIZE=normalize, OVERLAP=False, **shared,
     )  # fmt: skip
-    solve_kernel[(heads,)](u, factor, kept, w, m, d_v, u_parts, ridge, KEEP=True, **mixing)
+    solve_kernel[(heads,)](
+        u, factor, kept, w, m, d_v, u_parts, ridge,
+        KEEP=True, FLOAT32=dtype == torch.float32, **mixing,
+    )  # fmt: skip
     w_again, du, dl = nan(heads, m, d_v), nan(heads, m, d_v), nan(heads, 2, m, d)
     done = torch.full((heads, 1), 7, dtype=torch.int32)
     mixing_backward_kernel[(heads,)](
@@ -136,7 +139,8 @@ def errors(kind: str, shape: tuple, dtype: torch.dtype, order: int, normalize: b
         found = {
             "x": [
                 relative(spread[head] @ w[head].double(), through),
-                relative(spread[head] @ plain[0].double(), through),
+                # Plain PyTorch rounds W to the dtype of the tokens.
+                relative(spread[head] @ plain[0].to(dtype).double(), through),
             ],
             "factor": [
                 relative(product, inverse),

@@ -11,8 +11,11 @@ def test_interpreted_solve_agrees_with_float64():
     assert len(lines) > 12
     for line in lines:
         half = "torch.float16" in line["case"]  # distances from products: 1e-5 of them
+        order = line["case"][5]
         for name, (found, rounding) in line["errors"].items():
-            if name == "x":
+            if name == "x" and half and order == 2:  # the second step takes single float16 products
+                bound = rounding / 3  # of what rounding W to float16 costs
+            elif name == "x":
                 bound = 5e-5 if half else 1e-5
             else:
                 bound = 1e-3 if half else max(2e-4, 6 * rounding)

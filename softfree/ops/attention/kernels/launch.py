@@ -83,9 +83,16 @@ TILES = {
     "mixing_backward": {(64, True): Tile(0, 4, 3)},
 }
 
+# Instead of these for up to so many tokens, which would leave much of larger tiles empty.
+SHORT = 256
+SHORT_TILES = {"collect": Tile(32, 4, 3, 3), "spread_backward": Tile(32, 2, 3)}
 
-def _tile(kernel: str, shape: "_Shape") -> Tile:
+
+def _tile(kernel: str, shape: "_Shape", tokens: int = SHORT + 1) -> Tile:
     widest = max(shape.block_d, shape.block_c)
+    tuned_for = widest <= 32 and shape.block_m == 64 and shape.sixteen_bit and shape.hopper
+    if tuned_for and tokens <= SHORT and kernel in SHORT_TILES:
+        return SHORT_TILES[kernel]
     if kernel == "spread_backward" and widest == 64 and shape.block_m == 64 and shape.sixteen_bit:
         return Tile(32, 8, 2)  # the tile tuned at 32 channels would spill registers
     tuned = TILES[kernel].get((shape.block_m, shape.sixteen_bit))
@@ -256,7 +263,7 @@ class _Call:
         A head with enough tiles gets at least four programs, or fewer if two rounds of programs are fewer.
         """
         two_rounds = 8 * devices.processors(self.device) // self.shape.rows
-        return self.deal(n, _tile("collect", self.shape), min(4, two_rounds))
+        return self.deal(n, _tile("collect", self.shape, n), min(4, two_rounds))
 
     def strides_of(self, *names: str) -> list[int]:
         return [stride for name in names for stride in self.strides[name][:3]]
@@ -328,7 +335,7 @@ class _Call:
         return self._collect("q", self.n, "grad", "v")
 
     def _collect(self, tokens: str, n: int, first: str, second: str, **beside: bool) -> Launch:
-        shape, tile = self.shape, _tile("collect", self.shape)
+        shape, tile = self.shape, _tile("collect", self.shape, n)
         count, stretch = self.deal_for_sums(n)
         values = (
             shape.heads, n, shape.m, shape.d, shape.d_v, count, stretch,
@@ -404,7 +411,7 @@ class _Call:
             solve_kernel, (shape.rows,), values, BLOCK_M=shape.block_m, BLOCK_C=shape.block_c,
             PARTS=_parts_at_once(parts, shape.block_m, shape.block_c),
             NORMALIZE=self.settings.normalize, ORDER=inverse.order, KEEP=self.keeps_sums,
-            num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
+            FLOAT32=self.flags["FLOAT32"], num_warps=_tile("mixing", shape).warps, **as_for_ampere(),
         )  # fmt: skip
 
     @functools.cached_property
@@ -578,10 +585,14 @@ class _Call:
     @functools.cached_property
     def landmark_parts(self) -> tuple[int, int, int, int]:
         """The number of dL's parts, how many are from queries, and the tokens per query part and key part."""
-        tile = _tile("spread_backward", self.shape)
+        tile = self.spread_backward_tile
         stretches, stretch = self.deal(self.n, tile)
         key_stretches, key_stretch = self.deal(self.n_k, tile) if self.cross else (0, 0)
         return stretches + key_stretches, stretches, stretch, key_stretch
+
+    @property
+    def spread_backward_tile(self) -> Tile:
+        return _tile("spread_backward", self.shape, max(self.n, self.n_k))
 
     @property
     def written_parts(self) -> int:
@@ -620,7 +631,7 @@ class _Call:
             spread_backward_kernel, (shape.rows * parts, shape.tiles), values,
             PARTS=_parts_at_once(1 + parts, shape.tile_m, shape.block_d), ALONE=parts == 1,
             CROSS=self.cross, WRITE=shape.tiles == 1, HAS_KEY_MASK=self.has_key_mask,
-            **self.token_pass(_tile("spread_backward", shape)), **self.early,
+            **self.token_pass(self.spread_backward_tile), **self.early,
         )  # fmt: skip
 
     @functools.cached_property

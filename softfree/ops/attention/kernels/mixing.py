@@ -450,6 +450,31 @@ def solve_by(b_high, b_low, b_x):
 
 
 @triton.jit
+def solve_again(b_high, b_low, b_x, ridge, FLOAT32: tl.constexpr):
+    """``r G x``; unless ``FLOAT32``, to about 2^-11 of the largest entry of x.
+
+    The norm of ``r G`` is at most 1, so these products, unlike those of :func:`solve_by`, do not amplify what
+    is rounded.
+    """
+    if FLOAT32:
+        b_x = solve_by(b_high, b_low, ridge * b_x)
+    else:
+        b_x = ridge * tl.dot(b_high, b_x.to(tl.float16))
+        b_x = tl.dot(tl.trans(b_high), b_x.to(tl.float16))
+    return b_x
+
+
+@triton.jit
+def solve_to_second_order(b_high, b_low, b_x, b_once, ridge, FLOAT32: tl.constexpr):
+    """``G (x + r G x)``, given ``G x``."""
+    if FLOAT32:
+        b_x = solve_by(b_high, b_low, b_x + ridge * b_once)
+    else:
+        b_x = b_once + solve_again(b_high, b_low, b_once, ridge, FLOAT32)
+    return b_x
+
+
+@triton.jit
 def solve_bound(ridge):
     """The largest entry of x for which ``G x`` and intermediate results stay within the range of float16."""
     return tl.minimum(1000.0 * ridge, 1.0)
@@ -475,9 +500,9 @@ def solve_gradient(b_m, b_root, b_u, b_dw, ridge, ORDER: tl.constexpr, FLOAT32: 
     b_right = solve_by(b_high, b_low, b_x)
     b_left = solve_by(b_high, b_low, b_root[:, None] * b_dw * (1.0 / dw_size))
     if ORDER == 2:
-        b_again = solve_by(b_high, b_low, ridge * b_left)
+        b_again = solve_again(b_high, b_low, b_left, ridge, FLOAT32)
         b_da = symmetric_product(b_again, b_right, FLOAT32)
-        b_right = solve_by(b_high, b_low, b_x + ridge * b_right)
+        b_right = solve_to_second_order(b_high, b_low, b_x, b_right, ridge, FLOAT32)
         b_da += symmetric_product(b_left, b_right, FLOAT32)
         b_left += b_again
     else:
@@ -488,18 +513,24 @@ def solve_gradient(b_m, b_root, b_u, b_dw, ridge, ORDER: tl.constexpr, FLOAT32: 
 
 
 @triton.jit
-def landmark_gradient(
-    b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_l, scale,
-    NORMALIZE: tl.constexpr, FLOAT32: tl.constexpr,
-):  # fmt: skip
-    """The landmarks' gradient (M, D) through Y', from twice the symmetric part of A's gradient through Y.
-
-    It follows ``softfree.ops.attention.mixing.mixing_backward``. Rounding in A and in products is below that
-    of half-precision landmarks.
-    """
+def row_gradient(b_root, b_u, b_dw, b_w, b_du, NORMALIZE: tl.constexpr):
+    """The gradient of A's row sums (M,) through the normalisation, or zeros."""
     if NORMALIZE:
         b_rows = -0.5 * b_root * b_root * tl.sum(b_dw * b_w + b_u * b_du, 1)
-        b_da += b_rows[:, None] + b_rows[None, :]
+    else:
+        b_rows = tl.zeros(b_root.shape, tl.float32)
+    return b_rows
+
+
+@triton.jit
+def landmark_gradient(b_a, b_da, b_rows, b_l, scale, FLOAT32: tl.constexpr):
+    """The landmarks' gradient (M, D) through Y'.
+
+    It follows from twice the symmetric part of A's gradient through Y and from the gradient of A's row sums,
+    as in ``softfree.ops.attention.mixing.mixing_backward``. Rounding in A and in products is below that of
+    half-precision landmarks.
+    """
+    b_da += b_rows[:, None] + b_rows[None, :]
     # A landmark's distance to itself is always 0. Its contribution would cancel, except for rounding.
     offs_m = tl.arange(0, b_a.shape[0])
     b_e = tl.where(offs_m[:, None] != offs_m[None, :], scale * b_a * b_da, 0.0)
@@ -554,13 +585,14 @@ def mixing_backward_kernel(
         b_root = load_normalizer(p_inverse + m * (m + 1) // 2, m, NORMALIZE, BLOCK_M)
         b_m = load_lower(p_inverse, m, BLOCK_M)
         b_w, b_du, b_da = solve_gradient(b_m, b_root, b_u, b_dw, ridge, ORDER, FLOAT32)
-        b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
+    # Stored and summed up here, so that four blocks leave their registers to those of A's gradient.
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
     store_small(p_du + head * m * d_v, b_du, m, d_v, BLOCK_M, BLOCK_C)
+    b_rows = row_gradient(b_root, b_u, b_dw, b_w, b_du, NORMALIZE)
+    if ORDER > 0:
+        b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
     b_l = tl.where(b_present[:, None], load_small(p_l, m, d, BLOCK_M, BLOCK_D), 0.0)
-    b_dl = landmark_gradient(
-        b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_l, scale, NORMALIZE, FLOAT32
-    )
+    b_dl = landmark_gradient(b_a, b_da, b_rows, b_l, scale, FLOAT32)
     store_small(p_dl + head * dl_parts * m * d, b_dl, m, d, BLOCK_M, BLOCK_D)
     offs_tile = tl.arange(0, BLOCK_M)
     tl.store(p_done + head * tiles + offs_tile, 0, mask=offs_tile < tiles)

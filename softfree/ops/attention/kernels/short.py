@@ -15,6 +15,7 @@ from softfree.ops.attention.kernels.mixing import (
     newton_gradient,
     newton_inverse,
     normalizer,
+    row_gradient,
     solve_gradient,
     store_small,
     store_triangle,
@@ -76,7 +77,7 @@ def short_forward_kernel(
         b_w = scaled_product(mixing_matrix(b_y, b_root), b_u)
     else:
         tl.debug_barrier()  # every thread loads parts of the factor that others have stored
-        b_w = solve_sums(p_inverse, b_u, m, ridge, BLOCK_M, NORMALIZE, ORDER)
+        b_w = solve_sums(p_inverse, b_u, m, ridge, BLOCK_M, NORMALIZE, ORDER, FLOAT32)
     b_w = narrow(b_w, p_q)
     spread_tokens(
         p_q + batch * q_batch + column * q_head, p_x + batch * x_batch + column * x_head,
@@ -136,11 +137,10 @@ def short_backward_kernel(
         b_m = load_lower(p_inverse, m, BLOCK_M)
         b_w, b_du, b_da = solve_gradient(b_m, b_root, b_u, b_dw, ridge, ORDER, FLOAT32)
         b_a = landmark_matrix(p_l, b_present, m, d, scale, BLOCK_M, BLOCK_D, FLOAT32, False)
+    b_rows = row_gradient(b_root, b_u, b_dw, b_w, b_du, NORMALIZE)
     b_plain = load_small(p_l, m, d, BLOCK_M, BLOCK_D)
     b_plain = tl.where(b_present[:, None], b_plain, 0.0)
-    b_dl = landmark_gradient(
-        b_a, b_da, b_root, b_u, b_dw, b_w, b_du, b_plain, scale, NORMALIZE, FLOAT32
-    )
+    b_dl = landmark_gradient(b_a, b_da, b_rows, b_plain, scale, FLOAT32)
     b_w = narrow(b_w, p_q)
     b_du = narrow(b_du, p_q)
     b_dl += spread_backward_tokens(

@@ -23,6 +23,7 @@ from softfree.ops.attention.kernels.mixing import (
     load_normalizer,
     solve_bound,
     solve_by,
+    solve_to_second_order,
     store_small,
     sum_parts,
 )
@@ -283,8 +284,9 @@ def factor_kernel(
 
 @triton.jit
 def solve_sums(
-    p_factor, b_u, m, ridge, BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr, ORDER: tl.constexpr
-):
+    p_factor, b_u, m, ridge, BLOCK_M: tl.constexpr, NORMALIZE: tl.constexpr, ORDER: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):  # fmt: skip
     """W = Y' U (M, C), from what :func:`factor_landmarks` wrote."""
     b_root = load_normalizer(p_factor + m * (m + 1) // 2, m, NORMALIZE, BLOCK_M)
     size = largest(b_u) / solve_bound(ridge)
@@ -292,7 +294,7 @@ def solve_sums(
     b_high, b_low = halves(load_lower(p_factor, m, BLOCK_M))
     b_w = solve_by(b_high, b_low, b_x)
     if ORDER == 2:
-        b_w = solve_by(b_high, b_low, b_x + ridge * b_w)
+        b_w = solve_to_second_order(b_high, b_low, b_x, b_w, ridge, FLOAT32)
     return b_w * (size * b_root)[:, None]
 
 
@@ -300,7 +302,7 @@ def solve_sums(
 def solve_kernel(
     p_parts, p_factor, p_u, p_w, m, d_v, parts, ridge,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
-    NORMALIZE: tl.constexpr, ORDER: tl.constexpr, KEEP: tl.constexpr,
+    NORMALIZE: tl.constexpr, ORDER: tl.constexpr, KEEP: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * heads,). Reads the factor and the parts of U; writes W = Y' U and, with KEEP, U."""
     head = tl.program_id(0).to(tl.int64)
@@ -309,5 +311,5 @@ def solve_kernel(
     if KEEP:
         store_small(p_u + head * m * d_v, b_u, m, d_v, BLOCK_M, BLOCK_C)
     p_factor += head * (m * (m + 3) // 2)
-    b_w = solve_sums(p_factor, b_u, m, ridge, BLOCK_M, NORMALIZE, ORDER)
+    b_w = solve_sums(p_factor, b_u, m, ridge, BLOCK_M, NORMALIZE, ORDER, FLOAT32)
     store_small(p_w + head * m * d_v, b_w, m, d_v, BLOCK_M, BLOCK_C)
