@@ -20,7 +20,11 @@ from softfree.ops.window_product import window_grid
 
 EPS = 1e-5
 MAX_CHANNELS = 256
-ELEMENTS = 4096  # per tile
+# Elements per tile and warps per program. The forward pass waits for its loads, so its threads have many at a time,
+# but where channels are absent from a tile, or more than 128, registers would spill.
+FORWARD_TILE = (8192, 2)
+SMALL_FORWARD_TILE = (4096, 4)
+BACKWARD_TILE = (4096, 4)
 
 Grid = tuple[int, int]
 
@@ -150,15 +154,16 @@ def norm_launch(
     rows, columns = window_grid(grid, window)
     windows = batch * heads * rows * columns
     tokens = min(64, power_of_two(window[0] * window[1]))
-    at_once = max(1, ELEMENTS // (tokens * block(d)))
+    elements, warps = FORWARD_TILE if d == block(d) <= 128 else SMALL_FORWARD_TILE
+    at_once = max(1, elements // (tokens * block(d)))
     return Launch(
         query_norm_kernel, (tiles_of(windows, at_once),),
         (
-            windows, rows, columns, heads, *grid, d,
-            inverse_stride, *strides[:3], *out_strides[:3], EPS,
+            windows, rows, columns, heads, *grid, inverse_stride,
+            *strides[:3], *out_strides[:3], EPS,
         ),
         LOG=log, DOWN=window[0], ACROSS=window[1], MEANS=means,
-        WINDOWS=at_once, TOKENS=tokens, BLOCK_D=block(d), num_warps=4,
+        WINDOWS=at_once, TOKENS=tokens, CHANNELS=d, BLOCK_D=block(d), num_warps=warps,
     )  # fmt: skip
 
 
@@ -206,15 +211,16 @@ def gradient_launch(
     from softfree.ops.shared.launching import Launch
 
     batch, heads, n, d = size
-    at_once = min(ELEMENTS // block(d), power_of_two(n))
+    elements, warps = BACKWARD_TILE
+    at_once = min(elements // block(d), power_of_two(n))
     tiles = tiles_of(n, at_once)
     run = Launch(
         query_norm_backward_kernel, (batch * heads, tiles),
         (
-            *window_grid(grid, window), heads, *grid, d, inverse_stride,
+            *window_grid(grid, window), heads, *grid, inverse_stride,
             *(stride for tensor in strides for stride in tensor[:3]), kept,
         ),
         LOG=log, DOWN=window[0], ACROSS=window[1], MEANS=means,
-        ROWS=at_once, BLOCK_D=block(d), num_warps=4,
+        ROWS=at_once, CHANNELS=d, BLOCK_D=block(d), num_warps=warps,
     )  # fmt: skip
     return run, (batch, heads, tiles)
