@@ -2,9 +2,8 @@
 
 In plain PyTorch, one call of the operator makes about forty PyTorch calls. Each costs as much as thousands of
 multiplications, and kernel values leave the cache in between. ``attention.c`` finishes all work on a tile of
-tokens before it starts the next. Newton's iteration, the m x m part of the backward pass, and inputs whose
-scales need care are left to PyTorch, as in the backend ``"torch"``. Both backends keep the same tensors for
-the backward pass.
+tokens before it starts the next. Newton's iteration and its gradient, and inputs whose scales need care, are
+left to PyTorch, as in the backend ``"torch"``. Both backends keep the same tensors for the backward pass.
 """
 
 import ctypes
@@ -57,6 +56,10 @@ ARGUMENTS = {
         ADDRESS, ADDRESS,
     ),
     "prepare": (TOKENS, ADDRESS, *[SIZE] * 4, ctypes.c_double, *[ADDRESS] * 5, SIZE),
+    "solve_backward": (
+        *[ADDRESS] * 4, *[SIZE] * 4, ctypes.c_double, ctypes.c_double, SIZE, SIZE, ADDRESS, ADDRESS, SIZE,
+        ADDRESS, ADDRESS, ADDRESS, SIZE,
+    ),
     "solve": (ADDRESS, SIZE, SIZE, ctypes.c_double, SIZE, SIZE, ADDRESS, SIZE, ADDRESS, ADDRESS, SIZE),
 }  # fmt: skip
 
@@ -124,14 +127,9 @@ def backward(
     q, k, v, landmarks, mask, _ = inputs
     queries, keys = _passes(points, inputs)
     grad_w = queries.collect(grad, None)  # the mask is for keys only
-    w, grad_u, grad_landmarks = mixing_backward(
-        grad_w,
-        u.flatten(0, 1) if u.numel() > 0 else keys.collect(v, mask),
-        points.matrix,
-        inverse.flatten(0, 1).double(),
-        points.centred,
-        None if points.mask is None else points.mask.repeat_interleave(q.shape[1], 0),
-        settings,
+    sums_of_keys = u.flatten(0, 1) if u.numel() > 0 else keys.collect(v, mask)
+    w, grad_u, grad_landmarks = points.mixing_backward(
+        grad_w, sums_of_keys, inverse.flatten(0, 1), settings
     )
     scale = settings.scale
     if k is None:
@@ -196,6 +194,28 @@ class _Landmarks:
             settings.normalize, _address(u), channels, _address(factor), _address(w), torch.get_num_threads(),
         )  # fmt: skip
         return factor, w[..., :channels]
+
+    def mixing_backward(
+        self, grad_w: Tensor, u: Tensor, inverse: Tensor, settings: AttentionSettings
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As :func:`softfree.ops.attention.mixing.mixing_backward`, of what the forward pass kept."""
+        heads, m, channels = u.shape
+        per_mask = heads // len(self.mask) if self.mask is not None and heads else 1
+        if settings.inverse.method == "newton" or m > SOLVED_LANDMARKS:
+            mask = None if self.mask is None else self.mask.repeat_interleave(per_mask, 0)
+            return mixing_backward(
+                grad_w, u, self.matrix, inverse.double(), self.centred, mask, settings
+            )
+        u, grad_w = _with_padding(u), _with_padding(grad_w)
+        inverse = inverse.contiguous()
+        w, grad_u, grad_landmarks = (torch.empty_like(of) for of in (u, u, self.centred))
+        _call(
+            "solve_backward", *map(_address, (self.matrix, inverse, self.centred, self.mask)),
+            heads, per_mask, m, self.centred.shape[2], settings.scale, settings.inverse.ridge,
+            settings.inverse.order, settings.normalize, _address(u), _address(grad_w), channels,
+            *map(_address, (w, grad_u, grad_landmarks)), torch.get_num_threads(),
+        )  # fmt: skip
+        return w[..., :channels], grad_u[..., :channels], grad_landmarks
 
 
 def _passes(points: _Landmarks, inputs: Inputs) -> tuple["_Passes", "_Passes"]:

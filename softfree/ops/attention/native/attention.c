@@ -399,13 +399,14 @@ int softfree_prepare(const Tokens *landmarks, const uint8_t *masks, size batch, 
 
 typedef double dvec __attribute__((vector_size(BYTES), aligned(8), may_alias));
 
-/* row[0..PAD) -= sum over k < count of factors[k * stride] rows[k]. */
-INLINE void subtract(double *row, size count, const double *factors, size stride, const double *rows, size width) {
+/* row[0..PAD) += sign * sum over k < count of factors[k * stride] rows[k]. */
+INLINE void add_rows(double *row, double sign, size count, const double *factors, size stride, const double *rows,
+                     size width) {
     enum { vectors = PAD * sizeof(double) / BYTES };
     dvec sum[vectors];
     for (size v = 0; v < vectors; v++) sum[v] = ((const dvec *)row)[v];
     for (size k = 0; k < count; k++)
-        for (size v = 0; v < vectors; v++) sum[v] -= factors[k * stride] * ((const dvec *)(rows + k * width))[v];
+        for (size v = 0; v < vectors; v++) sum[v] += sign * factors[k * stride] * ((const dvec *)(rows + k * width))[v];
     for (size v = 0; v < vectors; v++) ((dvec *)row)[v] = sum[v];
 }
 
@@ -417,9 +418,9 @@ static void divide(double *y, size m, size width, const double *factor, const do
             size i = transposed ? m - 1 - step : step;
             double *row = y + i * width + column;
             if (transposed)
-                subtract(row, step, factor + i * m + i + 1, 1, row + width, width);
+                add_rows(row, -1, step, factor + i * m + i + 1, 1, row + width, width);
             else
-                subtract(row, step, factor + i, m, y + column, width);
+                add_rows(row, -1, step, factor + i, m, y + column, width);
             for (size c = 0; c < PAD; c++) row[c] *= pivot[i];
         }
 }
@@ -467,6 +468,103 @@ int softfree_solve(const double *a, size heads, size m, double ridge, size order
             for (size i = 0; i < m; i++)
                 for (size j = 0; j < m; j++) inverse[(row * m + i) * m + j] = y[i * wide + j];
         }
+        free(memory);
+    }
+    return -failed;
+}
+
+/* Replace y (m, width) by M^T M y with M lower triangular; `room` is as large as y. */
+static void apply_inverse(double *y, size m, size width, const double *factor, double *room) {
+    memset(room, 0, sizeof(double) * m * width);
+    for (size column = 0; column < width; column += PAD)
+        for (size i = 0; i < m; i++)
+            add_rows(room + i * width + column, 1, i + 1, factor + i * m, 1, y + column, width);
+    memset(y, 0, sizeof(double) * m * width);
+    for (size column = 0; column < width; column += PAD)
+        for (size i = 0; i < m; i++)
+            add_rows(y + i * width + column, 1, m - i, factor + i * m + i, m, room + i * width + column, width);
+}
+
+/* products (m, wide) += left right^T for left and right (m, width of a row `stride` long). */
+static void add_outer(const double *left, const double *right, size m, size width, size stride, double *turned,
+                      double *products, size wide) {
+    memset(turned, 0, sizeof(double) * width * wide);
+    for (size j = 0; j < m; j++)
+        for (size c = 0; c < width; c++) turned[c * wide + j] = right[j * stride + c];
+    for (size i = 0; i < m; i++)
+        for (size column = 0; column < wide; column += PAD)
+            add_rows(products + i * wide + column, 1, width, left + i * stride, 1, turned + column, wide);
+}
+
+/* The gradient of softfree_solve, given dW: W again, dU = Y'^T dW, and the landmarks' gradient through A,
+   (heads, landmarks, channels), see mixing_backward in mixing.py. `inverse` and `a` are what softfree_solve
+   wrote and read, `points` the centred landmarks, and masks (heads / per_mask, landmarks). With M the
+   inverse factor, x = root U and g = root dW,
+
+       once = G x, back = G g,    right = once, left = back                          (order 1)
+       again = ridge G back,      right = G (x + ridge once), left = back + again    (order 2)
+
+   -dA = back right^T + again once^T, W = root right, dU = root left. */
+int softfree_solve_backward(const double *a, const float *inverse, const double *points, const uint8_t *masks,
+                            size heads, size per_mask, size m, size dims, double scale, double ridge, size order,
+                            size normalize, const float *u, const float *grad_w, size channels, float *w, float *grad_u,
+                            double *grad_points, size threads) {
+    size width = padded(channels), both = 2 * width, wide = padded(m);
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : failed)
+    for (size row = 0; row < heads; row++) {
+        const double *kernels = a + row * m * m, *at = points + row * m * dims;
+        const uint8_t *mask = masks ? masks + row / per_mask * m : NULL;
+        double *memory = malloc(sizeof(double) * (m * m + m * wide + 4 * m * both + width * wide + 2 * m));
+        double *factor = memory, *grad_a = factor + m * m, *given = grad_a + m * wide, *once = given + m * both;
+        double *twice = once + m * both, *room = twice + m * both, *turned = room + m * both;
+        double *root = turned + width * wide, *rows = root + m;
+        failed |= !memory;
+        if (!memory) continue;
+        for (size i = 0; i < m * m; i++) factor[i] = inverse[row * m * m + i];
+        for (size i = 0; i < m; i++) {
+            double sum = 0;
+            for (size j = 0; j < m; j++) sum += kernels[i * m + j];
+            root[i] = normalize ? 1 / sqrt(sum) : 1;
+            for (size c = 0; c < width; c++) {
+                given[i * both + c] = root[i] * u[(row * m + i) * width + c];
+                given[i * both + width + c] = root[i] * grad_w[(row * m + i) * width + c];
+            }
+        }
+        memcpy(once, given, sizeof(double) * m * both);
+        apply_inverse(once, m, both, factor, room);
+        const double *right = once, *back = once + width;
+        memset(grad_a, 0, sizeof(double) * m * wide);
+        memset(twice, 0, sizeof(double) * m * both);
+        if (order == 2) {
+            for (size i = 0; i < m; i++)
+                for (size c = 0; c < both; c++)
+                    twice[i * both + c] = ridge * once[i * both + c] + (c < width ? given[i * both + c] : 0);
+            apply_inverse(twice, m, both, factor, room);
+            right = twice;
+            add_outer(twice + width, once, m, width, both, turned, grad_a, wide);
+        }
+        add_outer(back, right, m, width, both, turned, grad_a, wide);
+        for (size i = 0; i < m; i++) {
+            rows[i] = 0;
+            for (size c = 0; c < width; c++) {
+                size place = i * both + c;
+                double left = back[place] + (order == 2 ? twice[place + width] : 0);
+                rows[i] += given[place + width] * right[place] + given[place] * left;
+                w[(row * m + i) * width + c] = root[i] * right[place];
+                grad_u[(row * m + i) * width + c] = root[i] * left;
+            }
+            rows[i] *= normalize ? 0.5 * root[i] * root[i] : 0;
+        }
+        double *found = grad_points + row * m * dims;
+        memset(found, 0, sizeof(double) * m * dims);
+        for (size i = 0; i < m; i++)
+            for (size j = 0; j < m; j++) {
+                if (mask && !(mask[i] && mask[j])) continue;
+                double e = grad_a[i * wide + j] + grad_a[j * wide + i] + rows[i] + rows[j];
+                e *= -scale * kernels[i * m + j];
+                for (size c = 0; c < dims; c++) found[i * dims + c] += e * (at[j * dims + c] - at[i * dims + c]);
+            }
         free(memory);
     }
     return -failed;
