@@ -17,6 +17,8 @@ from softfree.models.checks import check_at_least
 
 Pooling = Literal["mean", "cls", "none"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "none")
+EmbedDropout = Literal["auto", "tokens", "channels"]
+EMBED_DROPOUTS: tuple[EmbedDropout, ...] = ("auto", "tokens", "channels")
 # The SOFT papers' settings for sequences, and those of the Nyströmformer's comparison for the rivals. SOFT's
 # gain is ours: without it the layer's output is large and nearly the same for all tokens, and it hardly
 # learns ListOps.
@@ -33,6 +35,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+class ChannelDropout(nn.Dropout1d):
+    """Dropout of tokens (batch, n, channels) that drops the same channels of all tokens of a sample.
+
+    Equal tokens stay equal, and so do the ratios of their distances. Where channels are dropped token by token, a
+    kernel sees tokens in training that are farther from each other than in evaluation, where all its weights are
+    then larger than any that were trained.
+
+    Example:
+        >>> import torch
+        >>> dropped = ChannelDropout(0.5)(torch.ones(2, 5, 8))
+        >>> torch.equal(dropped[:, :1].expand(-1, 5, -1), dropped)
+        True
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
 class SequenceClassifier(nn.Module):
     """Classify token sequences, pairs of them, or each of their tokens.
 
@@ -46,6 +66,9 @@ class SequenceClassifier(nn.Module):
         dim, depth, num_heads, mlp_dim: channels, number, heads and hidden channels of the blocks.
         mlp_conv: length of a depthwise convolution of the MLPs' hidden tokens; 0: none.
         dropout: dropout after the embedding, after the attention, and twice in the MLP.
+        embed_dropout: what the first of these drops: ``"tokens"``, channels of each token by itself; or
+            ``"channels"``, see :class:`ChannelDropout`. ``"auto"``: channels for ``softfree``, which has normed
+            queries, otherwise tokens, as in the papers.
         pooling: ``"mean"`` of the real tokens; ``"cls"``, a class token before them; or ``"none"``, classes
             for each token.
         pair: samples are pairs, (batch, 2, tokens).
@@ -75,6 +98,7 @@ class SequenceClassifier(nn.Module):
         mlp_dim: int = 128,
         mlp_conv: int = 0,
         dropout: float = 0.1,
+        embed_dropout: EmbedDropout = "auto",
         pooling: Pooling = "mean",
         pair: bool = False,
         channels: int = 0,
@@ -83,6 +107,10 @@ class SequenceClassifier(nn.Module):
         super().__init__()
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        if embed_dropout not in EMBED_DROPOUTS:
+            raise ValueError(
+                f"embed_dropout must be one of {', '.join(EMBED_DROPOUTS)}, got {embed_dropout!r}"
+            )
         check_options(attention, attention_options)
         check_at_least(0, channels=channels)
         if pair and (pooling == "none" or channels):
@@ -101,7 +129,10 @@ class SequenceClassifier(nn.Module):
         positions = length + (pooling == "cls")
         options = {"grid": positions, **DEFAULTS.get(attention, {}), **attention_options}
         self.positions = nn.Parameter(torch.empty(1, positions, dim))
-        self.dropout = nn.Dropout(dropout)
+        if embed_dropout == "auto":
+            embed_dropout = "channels" if attention == "softfree" else "tokens"
+        kind = ChannelDropout if embed_dropout == "channels" else nn.Dropout
+        self.dropout = kind(dropout)
         self.blocks = nn.ModuleList(
             Block(
                 dim,

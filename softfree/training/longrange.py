@@ -31,7 +31,7 @@ from softfree.data.longrange import (
 from softfree.layers import ATTENTIONS
 from softfree.layers.factory import option_names
 from softfree.models.checks import check_at_least, mistakes_in
-from softfree.models.sequence import POOLINGS, SequenceClassifier
+from softfree.models.sequence import EMBED_DROPOUTS, POOLINGS, SequenceClassifier
 from softfree.training import distributed
 from softfree.training.checkpoint import SETTINGS, locate
 from softfree.training.classification import parse_model_kwargs
@@ -87,6 +87,9 @@ class SequenceModelSettings:
     """odd kernel size of a depthwise convolution over the MLPs' hidden tokens; 0: none"""
     dropout: float = 0.1
     """dropout after embedding and attention and in the MLPs"""
+    embed_dropout: str = "auto"
+    """what the embedding's dropout drops: tokens, channels of each token by itself; channels, the same of all
+    tokens, which keeps their distances; auto: channels for softfree, else tokens"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +260,10 @@ def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dic
     if settings.pooling not in POOLINGS:
         raise ValueError(
             f"`pooling` must be one of {', '.join(POOLINGS)}, got {settings.pooling!r}"
+        )
+    if settings.embed_dropout not in EMBED_DROPOUTS:
+        raise ValueError(
+            f"`embed_dropout` must be one of {', '.join(EMBED_DROPOUTS)}, got {settings.embed_dropout!r}"
         )
     if (settings.pooling == "none") != task.per_token:
         labels = "none, a class for each token" if task.per_token else "mean or cls"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from softfree.layers import ATTENTIONS
-from softfree.models.sequence import DEFAULTS, SequenceClassifier
+from softfree.models.sequence import DEFAULTS, EMBED_DROPOUTS, SequenceClassifier
 
 # Chunks and landmarks of a size that several of them fit into 40 tokens.
 SMALL = {
@@ -208,3 +208,30 @@ def test_sizes_of_none_are_refused_by_name(name):
 def test_options_that_the_attention_does_not_know_are_refused():
     with pytest.raises(TypeError, match="'softmax' has no option 'stride'; there are 'qkv_bias'"):
         SequenceClassifier(20, 40, 3, "softmax", stride=4)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_dropout_of_channels_keeps_equal_tokens_equal_and_softfree_has_it_by_default(attention):
+    torch.manual_seed(0)
+    options = SMALL.get(attention, {})
+    kinds = {
+        kind: SequenceClassifier(20, 40, 3, attention, dropout=0.5, embed_dropout=kind, **options)
+        for kind in EMBED_DROPOUTS
+    }
+    x = torch.ones(4, 40, 64)
+    same = {
+        kind: bool((dropped == dropped[:, :1]).all())
+        for kind, model in kinds.items()
+        if (dropped := model.train().dropout(x)).unique().tolist() == [0, 2]
+    }
+    assert same == {"auto": attention == "softfree", "tokens": False, "channels": True}
+    assert all(torch.equal(model.eval().dropout(x), x) for model in kinds.values())
+    samples = kinds["channels"].train().dropout(x)[:, 0]
+    assert not torch.equal(samples[0], samples[1])
+
+
+def test_an_unknown_dropout_of_the_embedding_is_refused_with_those_there_are():
+    with pytest.raises(
+        ValueError, match="embed_dropout must be one of auto, tokens, channels, got 'all'"
+    ):
+        SequenceClassifier(20, 40, 3, embed_dropout="all")

@@ -229,6 +229,7 @@ def test_tokens_without_a_label_count_neither_in_the_loss_nor_as_hits():
         (["--attention", "linear"], "--attention must be one of softfree, soft, softpp"),
         (["--pooling", "max"], "--pooling must be one of mean, cls, none, got 'max'"),
         (["--pooling", "none"], "--pooling must be mean or cls, for --task listops; got none"),
+        (["--embed-dropout", "all"], "--embed-dropout must be one of auto, tokens, channels, got 'all'"),
         (["--task", "twins", "--pooling", "cls"], "--pooling must be none, a class for each token, for --task twins"),
         (["--task", "twins", "--attention", "linear"], "--attention must be one of softfree, soft, softpp"),
         (["--model-kwargs", "strides=3"], "--model-kwargs: attention 'softfree' has no option 'strides'; there are"),
