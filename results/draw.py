@@ -2,7 +2,7 @@
 
     python results/draw.py
 
-Writes 2026-11-18_nvidia-h200_overview.png, time against tokens beside a heat map; 2026-11-15_nvidia-h200_accuracy.png, top-1
+Writes 2026-11-19_nvidia-h200_overview.png, time against tokens beside a heat map; 2026-11-15_nvidia-h200_accuracy.png, top-1
 against training speed and against the size of the test pictures; and with 2026-11-16_nvidia-h200_ before its name:
 training.png, top-1 against epochs; precision.png, loss and gradient norm against steps in three precisions; longrange.png,
 accuracy against steps of Long Range Arena. Also, from the figures of `softfree benchmark`, what its --draw draws: times, memory, throughput.
@@ -23,19 +23,19 @@ from softfree.analysis.plots import COLOURS, new_figure, save_figure
 
 RESULTS = Path(__file__).parent
 FIRST, SECOND = "2026-11-15_nvidia-h200", "2026-11-16_nvidia-h200"
-LAST = "2026-11-18_nvidia-h200"
+LAST = "2026-11-19_nvidia-h200"
 CPU = "2026-11-15_amd-epyc"
 TRAINED_AT = "128"  # pixels of a picture's side
 TEST_PICTURES = 5000  # 50 of each of the 100 classes
 ATTENTIONS = ("softpp", "soft", "softmax", "linformer", "performer", "nystromformer")
 NAMES = {attention: plots.LABELS[attention].partition(" (")[0] for attention in ATTENTIONS}
-HEAT_MAPS = "2026-11-19_intel-xeon_heatmap_own.jpg"
+HEAT_MAPS = "2026-11-20_nvidia-h200_heatmap_own.jpg"
 # Pixels in it: the photo and the maps of three heads.
 HEAT_MAPS_BOXES = {
     "photo": (11, 66, 209, 263),
-    "stage 1": (264, 66, 462, 263),
     "stage 2": (471, 303, 669, 500),
     "stage 3": (264, 540, 462, 737),
+    "stage 4": (264, 777, 462, 974),
 }
 # Where a label is, if not above: its distance in points, and which of its sides is there.
 LABELS = {
@@ -244,7 +244,7 @@ def draw_overview() -> None:
         axes.set(xticks=[], yticks=[])
         axes.set_title(words, fontsize=9)
     places[stages[1]].set_xlabel(
-        "where the marked patch attends to,\nin a small softfree model", fontsize=9, loc="left"
+        "where the marked patch attends to,\nin a trained softfree_tiny", fontsize=9, loc="left"
     )
     save_figure(figure, RESULTS / f"{LAST}_overview.png", "figure")
 

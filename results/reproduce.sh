@@ -16,7 +16,7 @@
 #   results/reproduce.sh dense       VOC: UPerNet, Mask R-CNN, from the weights that table2 left in OUT, else from random ones;
 #                                    needs the extra `dense`
 #   results/reproduce.sh own         our own family beside itself without attention: Tiny-ImageNet-100 (there also with softmax and with
-#                                    two convolutions), VOC, ListOps, image and text of LRA
+#                                    two convolutions), VOC (class maps by two heads), ListOps, image (--lr 1e-3) and text of LRA
 #   results/reproduce.sh shapes      RetinaNet, Mask R-CNN and UPerNet on the embedded shapes, with and without attention; half an
 #                                    hour on two cores
 #   results/reproduce.sh twins       twins as pictures, likewise; benchmarks/twins.py has them as sequences
@@ -235,12 +235,14 @@ own() {
     SOFTFREE=$command tiny $name "${variant[@]}"
     SOFTFREE=$command score scores.csv $name --img-size 128 192 256
     SOFTFREE=$command MODEL=softfree_tiny voc segmentation $name "" $name "${UPERNET[@]}"
+    SOFTFREE=$command MODEL=softfree_tiny voc segmentation ${name}_linear "" $name "${UPERNET[@]}" --head linear
     SOFTFREE=$command MODEL=softfree_tiny voc detection $name "" $name "${MASK_RCNN[@]}" --steps 700
     for task in listops image text; do
       case $task in
         listops) arguments=(--data-dir "$OUT/listops" --steps 5000 --eval-every 500) ;;
         image) arguments=(
-          --data-dir "$CIFAR" --steps 2500 --eval-every 700 --model-kwargs value_conv=35 landmarks=average:128 stride=8
+          --data-dir "$CIFAR" --steps 2500 --eval-every 700 --lr 1e-3 --model-kwargs value_conv=35 landmarks=average:128
+          stride=8
         ) ;;
         text) arguments=(--data-dir "$IMDB" --steps 4000 --eval-every 1000 --model-kwargs stride=16) ;;
       esac
@@ -252,7 +254,8 @@ own() {
     done
   done
   gather own_tiny_imagenet tiny_imagenet scores.csv softfree{,_without_attention,_softmax,_both}
-  for task in segmentation detection; do gather "own_$task" voc scores.csv ${task}_softfree{,_without_attention}; done
+  gather own_segmentation voc scores.csv segmentation_softfree{,_without_attention}{,_linear}
+  gather own_detection voc scores.csv detection_softfree{,_without_attention}
   gather own_longrange own eval.csv {listops,image,text}_softfree{,_without_attention}
 }
 

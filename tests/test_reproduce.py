@@ -179,7 +179,7 @@ def test_help_is_the_head_of_the_script(script):
 def test_the_pictures_can_be_drawn_again(tmp_path):
     for path in SCRIPT.parent.glob("*.csv"):
         shutil.copy(path, tmp_path)
-    heat_maps = "2026-11-19_intel-xeon_heatmap_own.jpg"  # which one of the drawings shows
+    heat_maps = "2026-11-20_nvidia-h200_heatmap_own.jpg"  # which one of the drawings shows
     for name in ("draw.py", heat_maps):
         shutil.copy(SCRIPT.with_name(name), tmp_path)
     subprocess.run([sys.executable, tmp_path / "draw.py"], check=True)
