@@ -40,6 +40,60 @@ def test_without_attention_a_layer_is_its_projections_and_the_convolution_of_its
     torch.testing.assert_close(layer(x, (6, 4)), with_values)
 
 
+@pytest.fixture
+def variants(monkeypatch):
+    """benchmarks/variants.py; what it changes is set back after the test."""
+    for name in ("soft_attention", "normed"):
+        monkeypatch.setattr(attention, name, getattr(attention, name))
+    whole = attention.SoftAttention
+    for name in ("__init__", "keys_and_landmarks", "_is_one_operator"):
+        monkeypatch.setattr(whole, name, getattr(whole, name))
+    return load("variants").VARIANTS
+
+
+def own_layer():
+    torch.manual_seed(0)
+    return attention.SoftAttention(
+        dim=12, num_heads=2, landmarks="average", stride=2, query_norm=True, bandwidth="learned"
+    )
+
+
+def test_on_the_sphere_queries_keep_their_mean(variants):
+    q = torch.randn(1, 2, 24, 6) + 1
+    assert own_layer().keys_and_landmarks(q, (6, 4))[0].mean(-1).abs().max() < 1e-6
+    variants["sphere"]()
+    keys, _ = own_layer().keys_and_landmarks(q, (6, 4))
+    expected = q / q.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(keys, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_divided_by_their_sums_rows_keep_a_constant(variants):
+    layer, x = own_layer(), torch.randn(2, 24, 12)
+    with torch.no_grad():
+        layer.qv.weight[12:] = 0
+        layer.qv.bias[12:] = 3
+    constant = layer.proj(torch.full((2, 24, 12), 3.0))
+    assert not torch.allclose(layer(x, (6, 4)), constant, atol=1e-3)
+    variants["row-sums"]()
+    torch.testing.assert_close(layer(x, (6, 4)), constant)
+
+
+def test_with_places_equal_tokens_attend_to_their_neighbours(variants):
+    x = torch.randn(1, 1, 12).expand(1, 24, 12)
+    plain = own_layer()(x, (6, 4))
+    torch.testing.assert_close(plain, plain[:, :1].expand_as(plain))
+    variants["place"]()
+    layer = own_layer()
+    keys, (landmarks, _) = layer.keys_and_landmarks(layer.split(x), (6, 4))
+    assert (keys.shape[-1], landmarks.shape[-1]) == (8, 8)
+    distances = torch.cdist(keys[0, 0], keys[0, 0])[0].view(6, 4)
+    assert torch.equal(distances[0].argsort(), torch.arange(4))
+    with_places = layer(x, (6, 4))
+    assert not torch.allclose(with_places, with_places[:, :1].expand_as(with_places), atol=1e-3)
+    with_places.sum().backward()
+    assert layer.log_place.grad.abs().min() > 0
+
+
 @pytest.fixture(scope="module")
 def compare_commits():
     return load("compare_commits")
