@@ -1,11 +1,12 @@
-"""Variations of the layer of ``softfree_*`` that were tried and left out. Runs any softfree command with one of them.
+"""Variations of the layer of ``softfree_*`` that were tried and left out. Runs a softfree command with one of them.
 
     python benchmarks/variants.py sphere train classification --model softfree_tiny --data-dir D --output OUT
     python benchmarks/variants.py sphere validate classification --checkpoint OUT/last --data-dir D
 
 ``sphere``    queries divided by their root mean square, instead of normed: their mean over the channels stays
 ``row-sums``  X divided by the rows' sums of weights, which a column of ones beside the values gives
-``place``     each token's place, times a learned factor per head, as two more channels of queries and landmarks
+``place``     each token's place, times a learned factor per head, as two more channels of queries and landmarks;
+              for pictures alone
 
 Two further variations need no script: ``--model-kwargs pre_norm=True`` and ``--model-kwargs global_pool=token
 class_token=True``.
@@ -48,6 +49,7 @@ def row_sums() -> None:
         return out[..., :-1] / out[..., -1:].clamp(min=LEAST_SUM)
 
     attention.soft_attention = averaged
+    attention.pooled_share = lambda *_: None  # an average needs no share of the windows
 
 
 def place() -> None:
@@ -63,6 +65,10 @@ def place() -> None:
     def with_places(
         layer: Any, q: Tensor, size: Any = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Sampled]:
+        if size is None or len(size) != 2:
+            raise ValueError(
+                "the variant place is for pictures, got tokens without height and width"
+            )
         keys = layer._compared(q)
         axes = [torch.linspace(-1, 1, side, device=q.device) for side in size]
         places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1)

@@ -43,7 +43,7 @@ def test_without_attention_a_layer_is_its_projections_and_the_convolution_of_its
 @pytest.fixture
 def variants(monkeypatch):
     """benchmarks/variants.py; what it changes is set back after the test."""
-    for name in ("soft_attention", "normed"):
+    for name in ("soft_attention", "normed", "pooled_share"):
         monkeypatch.setattr(attention, name, getattr(attention, name))
     whole = attention.SoftAttention
     for name in ("__init__", "keys_and_landmarks", "_is_one_operator"):
@@ -51,11 +51,10 @@ def variants(monkeypatch):
     return load("variants").VARIANTS
 
 
-def own_layer():
+def own_layer(**options):
     torch.manual_seed(0)
-    return attention.SoftAttention(
-        dim=12, num_heads=2, landmarks="average", stride=2, query_norm=True, bandwidth="learned"
-    )
+    options = {"landmarks": "average", "bandwidth": "learned", **options}
+    return attention.SoftAttention(dim=12, num_heads=2, stride=2, query_norm=True, **options)
 
 
 def test_on_the_sphere_queries_keep_their_mean(variants):
@@ -68,7 +67,7 @@ def test_on_the_sphere_queries_keep_their_mean(variants):
 
 
 def test_divided_by_their_sums_rows_keep_a_constant(variants):
-    layer, x = own_layer(), torch.randn(2, 24, 12)
+    layer, x = own_layer(landmarks="average:4"), torch.randn(2, 24, 12)
     with torch.no_grad():
         layer.qv.weight[12:] = 0
         layer.qv.bias[12:] = 3
@@ -78,7 +77,7 @@ def test_divided_by_their_sums_rows_keep_a_constant(variants):
     torch.testing.assert_close(layer(x, (6, 4)), constant)
 
 
-def test_with_places_equal_tokens_attend_to_their_neighbours(variants):
+def test_with_places_equal_tokens_are_as_far_from_each_other_as_their_places(variants):
     x = torch.randn(1, 1, 12).expand(1, 24, 12)
     plain = own_layer()(x, (6, 4))
     torch.testing.assert_close(plain, plain[:, :1].expand_as(plain))
@@ -88,6 +87,8 @@ def test_with_places_equal_tokens_attend_to_their_neighbours(variants):
     assert (keys.shape[-1], landmarks.shape[-1]) == (8, 8)
     distances = torch.cdist(keys[0, 0], keys[0, 0])[0].view(6, 4)
     assert torch.equal(distances[0].argsort(), torch.arange(4))
+    with pytest.raises(ValueError, match="place is for pictures"):
+        own_layer(sequence=True)(x)
     with_places = layer(x, (6, 4))
     assert not torch.allclose(with_places, with_places[:, :1].expand_as(with_places), atol=1e-3)
     with_places.sum().backward()

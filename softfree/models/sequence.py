@@ -36,11 +36,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class ChannelDropout(nn.Dropout1d):
-    """Dropout of tokens (batch, n, channels) that drops the same channels of all tokens of a sample.
+    """Dropout of tokens (batch, n, channels) that drops the same channels of all tokens of a sequence.
 
-    Equal tokens stay equal, and so do the ratios of their distances. Where channels are dropped token by token, a
-    kernel sees tokens in training that are farther from each other than in evaluation, where all its weights are
-    then larger than any that were trained.
+    Equal tokens stay equal, and others differ in all channels but those that are dropped for all. Where channels
+    are dropped token by token, a kernel sees tokens in training that are farther from each other than in
+    evaluation, where all its weights are then larger than any that were trained.
 
     Example:
         >>> import torch

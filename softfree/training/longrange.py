@@ -89,7 +89,7 @@ class SequenceModelSettings:
     """dropout after embedding and attention and in the MLPs"""
     embed_dropout: str = "auto"
     """what the embedding's dropout drops: tokens, channels of each token by itself; channels, the same of all
-    tokens, which keeps their distances; auto: channels for softfree, else tokens"""
+    tokens of a sequence, so that equal ones stay equal; auto: channels for softfree, else tokens"""
 
 
 @dataclasses.dataclass(frozen=True)

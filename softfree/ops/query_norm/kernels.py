@@ -107,7 +107,7 @@ def query_norm_backward_kernel(
         p_tile = p_dmeans + window[:, None] * CHANNELS + channel[None, :]
         b_dmean = tl.load(p_tile, mask=exists, other=0.0).to(tl.float32)
         there = tl.minimum(height - down * DOWN, DOWN) * tl.minimum(width - across * ACROSS, ACROSS)
-        share = 1.0 / tl.maximum(there, 1).to(tl.float32)  # there is 0 beyond the last token
+        share = 1.0 / tl.maximum(there, 1).to(tl.float32)  # 0 or less beyond the last token
         b_g += b_dmean * share[:, None]
     scale = load_scale(p_scale + head, LOG)
     n_place = sample * n_batch + head * n_head + token.to(tl.int64) * n_token

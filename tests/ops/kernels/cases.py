@@ -107,6 +107,7 @@ LARGE = {
     "a program a head, solve": Case(
         300, 49, 32, batch=150, key_mask=True, inverse="solve", ridge=0.1
     ),
+    "many short heads, solve": Case(196, 49, 32, batch=300, inverse="solve", ridge=0.1),
     "a program a head, long": Case(4096, 49, 32, batch=150, one_sign=True),
     "wide": Case(1000, 128, 128),
     "wide, solve": Case(1000, 128, 128, key_mask=True, inverse="solve", ridge=0.1),

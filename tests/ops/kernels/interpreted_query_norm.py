@@ -86,7 +86,9 @@ def alone(case: tuple) -> dict[str, float]:
 
 def main() -> None:
     torch.manual_seed(0)
-    query_norm.ELEMENTS = 512  # several tiles of a head
+    # Several tiles of a head.
+    query_norm.FORWARD_TILE = (512, 2)
+    query_norm.SMALL_FORWARD_TILE = query_norm.BACKWARD_TILE = (512, 4)
     q = torch.randn(2, 3, 7, 16).half().requires_grad_()
     arguments = (q, torch.rand(3, requires_grad=True))
     torch.library.opcheck(torch.ops.softfree.query_norm, arguments)

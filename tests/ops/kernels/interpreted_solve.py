@@ -3,6 +3,7 @@
 Fresh memory is filled with NaN, so that a place no kernel writes shows. It prints one JSON line a case: relative
 errors of W, of the factor's product and, going back, of W, dU and the landmarks' gradient, each beside
 what float32 arithmetic may be off: what it is with LAPACK's factor, at least a rounding times the condition.
+X = R W is beside what rounding W to the dtype of the tokens costs.
 """
 
 import json

@@ -92,6 +92,20 @@ def test_kernels_compile_and_fit_the_chip(architecture):
 
 
 @pytest.mark.full
+def test_kernels_for_many_short_heads_hardly_spill():
+    calls = [
+        dict(architecture=90, n=196, m=49, d=32, batch=300, inverse="solve", masked=masked)
+        for masked in (False, True)
+    ]
+    for call, kernels in compiled(calls):
+        assert {"collect_kernel", "spread_backward_kernel"} < names(kernels)
+        for kernel in kernels:
+            if kernel["name"] in {"collect_kernel", "spread_kernel", "spread_backward_kernel"}:
+                # Measured, the smaller tile without a mask is faster in spite of what it spills.
+                assert kernel["spilled"] <= (0 if call["masked"] else 96), (call, kernel)
+
+
+@pytest.mark.full
 def test_kernels_of_a_solve_compile_and_fit_the_chip():
     calls = [
         dict(architecture=architecture, n=n, m=m, d=32, masked=True, inverse="solve")

@@ -88,10 +88,10 @@ SHORT = 256
 SHORT_TILES = {"collect": Tile(32, 4, 3, 3), "spread_backward": Tile(32, 2, 3)}
 
 
-def _tile(kernel: str, shape: "_Shape", tokens: int = SHORT + 1) -> Tile:
+def _tile(kernel: str, shape: "_Shape", tokens: int | None = None) -> Tile:
     widest = max(shape.block_d, shape.block_c)
     tuned_for = widest <= 32 and shape.block_m == 64 and shape.sixteen_bit and shape.hopper
-    if tuned_for and tokens <= SHORT and kernel in SHORT_TILES:
+    if tuned_for and tokens is not None and tokens <= SHORT:
         return SHORT_TILES[kernel]
     if kernel == "spread_backward" and widest == 64 and shape.block_m == 64 and shape.sixteen_bit:
         return Tile(32, 8, 2)  # the tile tuned at 32 channels would spill registers
@@ -592,7 +592,9 @@ class _Call:
 
     @property
     def spread_backward_tile(self) -> Tile:
-        return _tile("spread_backward", self.shape, max(self.n, self.n_k))
+        # A mask, or keys that are not queries, would have the smaller tile spill many registers.
+        plain = not (self.cross or self.has_key_mask)
+        return _tile("spread_backward", self.shape, self.n if plain else None)
 
     @property
     def written_parts(self) -> int:

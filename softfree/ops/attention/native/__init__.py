@@ -2,8 +2,8 @@
 
 In plain PyTorch, one call of the operator makes about forty PyTorch calls. Each costs as much as thousands of
 multiplications, and kernel values leave the cache in between. ``attention.c`` finishes all work on a tile of
-tokens before it starts the next. Newton's iteration and its gradient, and inputs whose scales need care, are
-left to PyTorch, as in the backend ``"torch"``. Both backends keep the same tensors for the backward pass.
+tokens before it starts the next. Newton's iteration and its gradient, solves of many landmarks, and inputs
+whose scales need care, are left to PyTorch, as in the backend ``"torch"``. Both backends keep the same tensors for the backward pass.
 """
 
 import ctypes
@@ -28,7 +28,9 @@ __all__ = ["available", "backward", "forward", "inverse_shape", "obstacle"]
 SOURCE = Path(__file__).with_name("attention.c")
 TILE, PAD = 64, 16  # as in attention.c
 KEPT_ELEMENTS = 2**19  # up to this many kernel values are kept from one pass to the next
-SOLVED_LANDMARKS = 256  # beyond this LAPACK is faster, because it works on blocks of the matrix
+# Beyond these sizes PyTorch's products are faster, which work on blocks of a matrix.
+SOLVED_LANDMARKS = 256
+GRADIENT_ELEMENTS = 6000  # landmarks times channels
 
 SIZE, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
@@ -57,7 +59,7 @@ ARGUMENTS = {
     ),
     "prepare": (TOKENS, ADDRESS, *[SIZE] * 4, ctypes.c_double, *[ADDRESS] * 5, SIZE),
     "solve_backward": (
-        *[ADDRESS] * 4, *[SIZE] * 4, ctypes.c_double, ctypes.c_double, SIZE, SIZE, ADDRESS, ADDRESS, SIZE,
+        *[ADDRESS] * 3, *[SIZE] * 3, ctypes.c_double, ctypes.c_double, SIZE, SIZE, ADDRESS, ADDRESS, SIZE,
         ADDRESS, ADDRESS, ADDRESS, SIZE,
     ),
     "solve": (ADDRESS, SIZE, SIZE, ctypes.c_double, SIZE, SIZE, ADDRESS, SIZE, ADDRESS, ADDRESS, SIZE),
@@ -200,9 +202,11 @@ class _Landmarks:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :func:`softfree.ops.attention.mixing.mixing_backward`, of what the forward pass kept."""
         heads, m, channels = u.shape
-        per_mask = heads // len(self.mask) if self.mask is not None and heads else 1
-        if settings.inverse.method == "newton" or m > SOLVED_LANDMARKS:
-            mask = None if self.mask is None else self.mask.repeat_interleave(per_mask, 0)
+        few = m <= SOLVED_LANDMARKS and m * channels <= GRADIENT_ELEMENTS
+        if settings.inverse.method == "newton" or not few:
+            mask = self.mask
+            if mask is not None and len(mask) > 0:
+                mask = mask.repeat_interleave(heads // len(mask), 0)
             return mixing_backward(
                 grad_w, u, self.matrix, inverse.double(), self.centred, mask, settings
             )
@@ -210,8 +214,8 @@ class _Landmarks:
         inverse = inverse.contiguous()
         w, grad_u, grad_landmarks = (torch.empty_like(of) for of in (u, u, self.centred))
         _call(
-            "solve_backward", *map(_address, (self.matrix, inverse, self.centred, self.mask)),
-            heads, per_mask, m, self.centred.shape[2], settings.scale, settings.inverse.ridge,
+            "solve_backward", *map(_address, (self.matrix, inverse, self.centred)),
+            heads, m, self.centred.shape[2], settings.scale, settings.inverse.ridge,
             settings.inverse.order, settings.normalize, _address(u), _address(grad_w), channels,
             *map(_address, (w, grad_u, grad_landmarks)), torch.get_num_threads(),
         )  # fmt: skip

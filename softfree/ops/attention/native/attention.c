@@ -498,23 +498,21 @@ static void add_outer(const double *left, const double *right, size m, size widt
 
 /* The gradient of softfree_solve, given dW: W again, dU = Y'^T dW, and the landmarks' gradient through A,
    (heads, landmarks, channels), see mixing_backward in mixing.py. `inverse` and `a` are what softfree_solve
-   wrote and read, `points` the centred landmarks, and masks (heads / per_mask, landmarks). With M the
-   inverse factor, x = root U and g = root dW,
+   wrote and read, `points` the centred landmarks. A masked one has no entry in `a` beside the diagonal. With M
+   the inverse factor, x = root U and g = root dW,
 
        once = G x, back = G g,    right = once, left = back                          (order 1)
        again = ridge G back,      right = G (x + ridge once), left = back + again    (order 2)
 
    -dA = back right^T + again once^T, W = root right, dU = root left. */
-int softfree_solve_backward(const double *a, const float *inverse, const double *points, const uint8_t *masks,
-                            size heads, size per_mask, size m, size dims, double scale, double ridge, size order,
-                            size normalize, const float *u, const float *grad_w, size channels, float *w, float *grad_u,
-                            double *grad_points, size threads) {
+int softfree_solve_backward(const double *a, const float *inverse, const double *points, size heads, size m, size dims,
+                            double scale, double ridge, size order, size normalize, const float *u, const float *grad_w,
+                            size channels, float *w, float *grad_u, double *grad_points, size threads) {
     size width = padded(channels), both = 2 * width, wide = padded(m);
     int failed = 0;
 #pragma omp parallel for num_threads(threads) reduction(| : failed)
     for (size row = 0; row < heads; row++) {
         const double *kernels = a + row * m * m, *at = points + row * m * dims;
-        const uint8_t *mask = masks ? masks + row / per_mask * m : NULL;
         double *memory = malloc(sizeof(double) * (m * m + m * wide + 4 * m * both + width * wide + 2 * m));
         double *factor = memory, *grad_a = factor + m * m, *given = grad_a + m * wide, *once = given + m * both;
         double *twice = once + m * both, *room = twice + m * both, *turned = room + m * both;
@@ -535,7 +533,6 @@ int softfree_solve_backward(const double *a, const float *inverse, const double 
         apply_inverse(once, m, both, factor, room);
         const double *right = once, *back = once + width;
         memset(grad_a, 0, sizeof(double) * m * wide);
-        memset(twice, 0, sizeof(double) * m * both);
         if (order == 2) {
             for (size i = 0; i < m; i++)
                 for (size c = 0; c < both; c++)
@@ -560,7 +557,6 @@ int softfree_solve_backward(const double *a, const float *inverse, const double 
         memset(found, 0, sizeof(double) * m * dims);
         for (size i = 0; i < m; i++)
             for (size j = 0; j < m; j++) {
-                if (mask && !(mask[i] && mask[j])) continue;
                 double e = grad_a[i * wide + j] + grad_a[j * wide + i] + rows[i] + rows[j];
                 e *= -scale * kernels[i * m + j];
                 for (size c = 0; c < dims; c++) found[i * dims + c] += e * (at[j * dims + c] - at[i * dims + c]);
