@@ -30,7 +30,7 @@ TILE, PAD = 64, 16  # as in attention.c
 KEPT_ELEMENTS = 2**19  # up to this many kernel values are kept from one pass to the next
 # Beyond these sizes PyTorch's products are faster, which work on blocks of a matrix.
 SOLVED_LANDMARKS = 256
-GRADIENT_ELEMENTS = 6000  # landmarks times channels
+GRADIENT_ELEMENTS = 12_800  # landmarks times channels
 
 SIZE, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
