@@ -3,7 +3,8 @@
 In plain PyTorch, one call of the operator makes about forty PyTorch calls. Each costs as much as thousands of
 multiplications, and kernel values leave the cache in between. ``attention.c`` finishes all work on a tile of
 tokens before it starts the next. Newton's iteration and its gradient, solves of many landmarks, and inputs
-whose scales need care, are left to PyTorch, as in the backend ``"torch"``. Both backends keep the same tensors for the backward pass.
+whose scales need care, are left to PyTorch, as in the backend ``"torch"``. Both backends keep the same tensors
+for the backward pass.
 """
 
 import ctypes
