@@ -253,18 +253,10 @@ def first_sample(path: Path) -> Tensor:
 
 def model_arguments(settings: SequenceModelSettings, task: LongRangeTask) -> dict[str, Any]:
     """Checked keyword arguments for :class:`SequenceClassifier`."""
-    if settings.attention not in ATTENTIONS:
-        raise ValueError(
-            f"`attention` must be one of {', '.join(ATTENTIONS)}, got {settings.attention!r}"
-        )
-    if settings.pooling not in POOLINGS:
-        raise ValueError(
-            f"`pooling` must be one of {', '.join(POOLINGS)}, got {settings.pooling!r}"
-        )
-    if settings.embed_dropout not in EMBED_DROPOUTS:
-        raise ValueError(
-            f"`embed_dropout` must be one of {', '.join(EMBED_DROPOUTS)}, got {settings.embed_dropout!r}"
-        )
+    choices = {"attention": ATTENTIONS, "pooling": POOLINGS, "embed_dropout": EMBED_DROPOUTS}
+    for name, known in choices.items():
+        if (given := getattr(settings, name)) not in known:
+            raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {given!r}")
     if (settings.pooling == "none") != task.per_token:
         labels = "none, a class for each token" if task.per_token else "mean or cls"
         raise ValueError(
