@@ -121,6 +121,25 @@ def test_more_landmarks_than_c_is_good_for_are_solved_by_pytorch(monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("landmarks_masked", [False, True])
+def test_beyond_the_size_that_c_is_good_for_the_gradient_of_its_solve_is_by_pytorch(
+    monkeypatch, landmarks_masked
+):
+    problem = random_problem(n=100, m=20, d=16, landmarks_masked=landmarks_masked)
+    in_c = solve(problem, "native", torch.float32, inverse="solve")
+    products, by_pytorch = native.mixing_backward, []
+    monkeypatch.setattr(
+        native, "mixing_backward", lambda *given: by_pytorch.append(1) or products(*given)
+    )
+    monkeypatch.setattr(native, "GRADIENT_ELEMENTS", 20 * 16)
+    solve(problem, "native", torch.float32, inverse="solve")
+    assert not by_pytorch
+    monkeypatch.setattr(native, "GRADIENT_ELEMENTS", 20 * 16 - 1)
+    found = errors(solve(problem, "native", torch.float32, inverse="solve"), in_c)
+    assert by_pytorch and max(found.values()) < 1e-5
+
+
+@needs_compiler
 def test_threads_of_a_program_may_call_it_at_once():
     problems = [random_problem(n=900, m=10, seed=seed).map(torch.Tensor.float) for seed in range(8)]
     expected = [attend(problem, "native", inverse="solve") for problem in problems]
