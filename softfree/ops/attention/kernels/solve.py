@@ -2,7 +2,8 @@
 
 With ``G = B^-1 = M^T M`` the inverse is ``Y = G`` (order 1) or ``Y = G + r G^2`` (order 2). It is never
 formed: ``Y x`` is ``M^T (M x)``, or ``M^T (M (x + r M^T (M x)))``, which keeps float32 accuracy where Y would
-lose digits (for half-precision tokens see ``solve_again`` in mixing.py). Only the lower triangle of M is stored, followed by ``D^-1/2`` of the normalisation.
+lose digits (for half-precision tokens see ``solve_again`` in mixing.py). Only the lower triangle of M is
+stored, followed by ``D^-1/2`` of the normalisation.
 
 While B is factored, it is a tuple of the tiles below and on the diagonal, row by row: tile (i, j) is at
 ``place(i, j)``. The tiles of M are held transposed. Nearly every product then has the form ``a b^T``, and its
